@@ -1,0 +1,1 @@
+"""Test hosts on one machine: real SSH, separate networks and separate shared memory. See `testbed.bed`."""
