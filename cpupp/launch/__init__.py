@@ -1,0 +1,1 @@
+"""All effects of the launcher: files, SSH, processes, time."""

@@ -1,0 +1,137 @@
+"""The transport of every link and the backend of every group, each with its reason.
+
+Equal host names or equal SHM group names prove nothing (vllm #33628, #46716, ROCm/mori #74). Shared memory is proved:
+same boot id, same device of /dev/shm, and a nonce that one wrote there and the other read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.facts import HostFacts
+from cpupp.plan.grid import Grid, GroupSeats
+
+MAX_SHM_RANKS = 8
+"""vLLM's SHM manager holds at most 8 ranks (csrc/cpu/shm.cpp, MAX_SHM_RANK_NUM)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether two hosts share memory, and the sentence that says why. assumed: no facts, only the cluster file."""
+
+    shared: bool
+    reason: str
+    assumed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPlan:
+    """An ordered pair of global ranks of a group and the transport (`shm` or `gloo`) between them."""
+
+    src: int
+    dst: int
+    transport: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One TP or PP group with its backend (`shm`, `gloo` or `mixed`) and every link."""
+
+    name: str
+    kind: str
+    ranks: tuple[int, ...]
+    backend: str
+    reason: str
+    links: tuple[LinkPlan, ...]
+
+
+def same_memory(a: str, b: str, facts: Mapping[str, HostFacts]) -> Verdict:
+    """Decide whether hosts `a` and `b` (names of the cluster file) share memory, as far as the facts prove it."""
+    one, two = facts.get(a), facts.get(b)
+    if one is None or two is None:
+        if a == b:
+            return Verdict(shared=True, reason=f"both on host {a}", assumed=True)
+        return Verdict(shared=False, reason=f"hosts {a} and {b} assumed to be two machines", assumed=True)
+    if not (one.shm.writable and two.shm.writable):
+        bad = a if not one.shm.writable else b
+        return Verdict(shared=False, reason=f"/dev/shm of {bad} is not writable")
+    if a == b:
+        return Verdict(shared=True, reason=f"both on host {a}")
+    if one.boot_id != two.boot_id:
+        return Verdict(shared=False, reason=f"{a} and {b} are two machines (boot ids differ)")
+    if one.shm.device != two.shm.device:
+        devices = f"devices {one.shm.device:#x} and {two.shm.device:#x}"
+        return Verdict(shared=False, reason=f"{a} and {b} run one kernel but have their own /dev/shm ({devices})")
+    if a not in two.shm_seen or b not in one.shm_seen:
+        return Verdict(shared=False, reason=f"{a} and {b} could not read each other's nonce in /dev/shm")
+    return Verdict(shared=True, reason=f"{a} and {b} are one machine (boot id, /dev/shm device, nonce read)")
+
+
+def memory_domains(names: tuple[str, ...], facts: Mapping[str, HostFacts]) -> tuple[tuple[str, ...], ...]:
+    """Group host names that share memory, in the order given; hosts that share with nobody stand alone."""
+    domains: list[list[str]] = []
+    for name in names:
+        home = next((d for d in domains if all(same_memory(other, name, facts).shared for other in d)), None)
+        if home is None:
+            domains.append([name])
+        else:
+            home.append(name)
+    return tuple(tuple(d) for d in domains)
+
+
+def plan_groups(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]) -> tuple[GroupPlan, ...]:
+    """Plan every group of the grid: each link by what the facts prove, the group's backend from its links."""
+    hosts = {seat.rank: seat.host for seat in grid.seats}
+    return tuple(_plan_group(spec, group, hosts, facts) for group in grid.groups)
+
+
+def _plan_group(
+    spec: ClusterSpec, group: GroupSeats, hosts: Mapping[int, str], facts: Mapping[str, HostFacts]
+) -> GroupPlan:
+    domains = memory_domains(tuple(dict.fromkeys(hosts[r] for r in group.ranks)), facts)
+    size = {h: sum(hosts[r] in d for r in group.ranks) for d in domains for h in d}
+    verdicts: dict[tuple[str, str], Verdict] = {}
+    links = []
+    for src in group.ranks:
+        for dst in group.ranks:
+            if src != dst:
+                pair = (hosts[src], hosts[dst])
+                if pair not in verdicts:
+                    verdicts[pair] = _link_verdict(spec, *pair, size[pair[0]], facts)
+                verdict = verdicts[pair]
+                transport = "shm" if verdict.shared else "gloo"
+                links.append(LinkPlan(src=src, dst=dst, transport=transport, reason=verdict.reason))
+    if spec.engine.communicator != "links" and any(link.transport == "gloo" for link in links):
+        why = f"communicator {spec.engine.communicator}: one gloo link makes the whole group gloo"
+        links = [
+            LinkPlan(src=k.src, dst=k.dst, transport="gloo", reason=why if k.transport == "shm" else k.reason)
+            for k in links
+        ]
+    backend, reason = _backend(links)
+    return GroupPlan(
+        name=group.name, kind=group.kind, ranks=group.ranks, backend=backend, reason=reason, links=tuple(links)
+    )
+
+
+def _link_verdict(spec: ClusterSpec, a: str, b: str, num_sharing: int, facts: Mapping[str, HostFacts]) -> Verdict:
+    if spec.network.backend == "gloo":
+        return Verdict(shared=False, reason="network.backend is gloo")
+    verdict = same_memory(a, b, facts)
+    if verdict.shared and num_sharing > MAX_SHM_RANKS:
+        return Verdict(shared=False, reason=f"{num_sharing} ranks share memory, vLLM's SHM holds {MAX_SHM_RANKS}")
+    return verdict
+
+
+def _backend(links: list[LinkPlan]) -> tuple[str, str]:
+    transports = {link.transport for link in links}
+    reasons = list(dict.fromkeys(link.reason for link in links))
+    if transports == {"shm"}:
+        return "shm", "; ".join(reasons)
+    if transports == {"gloo"}:
+        return "gloo", "; ".join(reasons)
+    remote = list(dict.fromkeys(link.reason for link in links if link.transport == "gloo"))
+    num_shm = sum(link.transport == "shm" for link in links)
+    return "mixed", f"{num_shm} of {len(links)} links share memory; the others: {'; '.join(remote)}"

@@ -1,0 +1,132 @@
+"""ClusterSpec: what the user wrote. Strict: an unknown key, a wrong kind or a wrong sum is refused.
+
+Only this module uses pydantic. `launch/config.py` turns pydantic's complaints into errors with file and line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s]+))(?::(?P<port>\d{1,5}))?")
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+UNSUPPORTED = {
+    "ray": "cpupp starts vLLM's own multi-node executor (mp); Ray would need a cluster of its own on every host",
+    "external_launcher": "it serves no API: it is for offline scripts; cpupp starts vLLM's mp executor",
+    "uni": "it has one worker only; cpupp starts vLLM's mp executor",
+    "ccl": "vLLM on CPU has no oneCCL backend; ranks talk by shared memory or by gloo",
+    "mpi": "PyTorch's wheels are built without MPI; ranks talk by shared memory or by gloo",
+    "nccl": "NCCL is for GPUs; ranks talk by shared memory or by gloo",
+}
+
+
+def _choice(valid: tuple[str, ...], what: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if value in valid:
+            return value
+        reason = UNSUPPORTED.get(str(value).lower())
+        tail = f": {reason}" if reason else ""
+        raise ValueError(f"{what} {value!r} is not supported{tail}; valid: {', '.join(valid)}")
+
+    return BeforeValidator(check)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSpec(_Strict):
+    """The model: a folder on every host (`~` is expanded there) or a hub id, and the name that the API serves it by."""
+
+    path: str = Field(min_length=1)
+    served_name: str | None = None
+    num_layers: int | None = Field(default=None, ge=1, description="asserted when planning without facts")
+
+
+class ParallelSpec(_Strict):
+    """Sizes of the pipeline and tensor dimensions; layers: an explicit partition, one number a stage."""
+
+    pipeline: int = Field(default=1, ge=1, le=1024)
+    tensor: int = Field(default=1, ge=1, le=1024)
+    layers: list[Annotated[int, Field(ge=1)]] | None = None
+
+
+class EngineSpec(_Strict):
+    """How vLLM runs: its Python, `vllm serve` arguments, environment, and which communicator is injected."""
+
+    python: str = Field(default="python3", min_length=1)
+    args: dict[str, Any] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    executor: Annotated[Literal["mp"], _choice(("mp",), "executor")] = "mp"
+    communicator: Annotated[
+        Literal["links", "fallback", "stock"], _choice(("links", "fallback", "stock"), "communicator")
+    ] = "links"
+
+
+class HostEngineSpec(_Strict):
+    """What one host overrides of `engine`."""
+
+    python: str | None = Field(default=None, min_length=1)
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class HostSpec(_Strict):
+    """One host: how to reach it (`ssh` or `local: true`), its data-plane address, and its number of ranks."""
+
+    name: str = Field(pattern=_NAME)
+    ssh: str | None = None
+    local: bool = False
+    address: str | None = None
+    slots: int = Field(default=1, ge=1, le=1024)
+    cores: list[Annotated[int, Field(ge=0)]] | None = None
+    engine: HostEngineSpec = Field(default_factory=HostEngineSpec)
+
+    @model_validator(mode="after")
+    def _one_way_in(self) -> HostSpec:
+        if self.local == (self.ssh is not None):
+            raise ValueError(f"host {self.name!r} needs exactly one of `ssh: user@host:port` and `local: true`")
+        if self.ssh is not None and parse_ssh(self.ssh) is None:
+            raise ValueError(f"ssh {self.ssh!r} is not `[user@]host[:port]` or an alias of ~/.ssh/config")
+        return self
+
+
+class NetworkSpec(_Strict):
+    """The data plane: interface, master address and port of rank 0, backend, and the interface's check."""
+
+    interface: str = Field(default="auto", min_length=1)
+    master_addr: str = Field(default="auto", min_length=1)
+    master_port: Literal["auto"] | Annotated[int, Field(ge=1, le=65535)] = "auto"
+    backend: Annotated[Literal["auto", "shm", "gloo"], _choice(("auto", "shm", "gloo"), "backend")] = "auto"
+
+
+class ServeSpec(_Strict):
+    """Where the API listens on the head."""
+
+    host: str = Field(default="0.0.0.0", min_length=1)
+    port: int = Field(default=8000, ge=1, le=65535)
+
+
+class ClusterSpec(_Strict):
+    """The whole cluster file."""
+
+    name: str = Field(pattern=_NAME)
+    model: ModelSpec
+    parallel: ParallelSpec = Field(default_factory=ParallelSpec)
+    hosts: list[HostSpec] = Field(min_length=1)
+    engine: EngineSpec = Field(default_factory=EngineSpec)
+    network: NetworkSpec = Field(default_factory=NetworkSpec)
+    serve: ServeSpec = Field(default_factory=ServeSpec)
+
+
+def parse_ssh(text: str) -> tuple[str | None, str, int | None] | None:
+    """Split `[user@]host[:port]` (IPv6 in brackets) into user, host, port; None when it is neither."""
+    match = _SSH.fullmatch(text)
+    if match is None:
+        return None
+    port = match["port"]
+    if port is not None and not 1 <= int(port) <= 65535:
+        return None
+    return match["user"], match["v6"] or match["host"], int(port) if port else None

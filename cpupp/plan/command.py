@@ -1,0 +1,155 @@
+"""Plan -> the exact command of every vLLM node. vLLM's own spellings appear here and where vLLM is called.
+
+`env` is set as it is written; `site_env` holds the variables whose value depends on the site folder that the agent makes
+on the host: `{site}` in them is replaced there. Nothing of this meets a shell: it travels as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from cpupp.plan.memory import GIB
+from cpupp.plan.plan import KV_ENV, HostPlan, NodePlan, Plan
+
+SITE = "{site}"
+
+OWNED_ARGS: dict[str, str] = {
+    "model": "model.path",
+    "served_model_name": "model.served_name",
+    "tensor_parallel_size": "parallel.tensor",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "data_parallel_size": "nothing: cpupp runs one replica",
+    "nnodes": "hosts",
+    "node_rank": "hosts",
+    "master_addr": "network.master_addr",
+    "master_port": "network.master_port",
+    "headless": "hosts",
+    "distributed_executor_backend": "engine.executor",
+    "host": "serve.host",
+    "port": "serve.port",
+}
+"""`vllm serve` arguments that cpupp sets itself, and the key of the cluster file that says it."""
+
+OWNED_ENV: dict[str, str] = {
+    "VLLM_PP_LAYER_PARTITION": "parallel.layers",
+    "VLLM_HOST_IP": "hosts[].address",
+    "GLOO_SOCKET_IFNAME": "network.interface",
+    "MASTER_ADDR": "network.master_addr",
+    "MASTER_PORT": "network.master_port",
+    "PYTHONPATH": "nothing: the site folder of the run comes first there",
+    "CPUPP_HANDOFF": "nothing: it is cpupp's own",
+}
+"""Environment that cpupp sets itself, and the key of the cluster file that says it."""
+
+DROPPED_ENV = (
+    "VLLM_",
+    "GLOO_",
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "MASTER_",
+    "NCCL_",
+    "TORCH",
+    "CPUPP_",
+    "LD_PRELOAD",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+)
+"""Prefixes of variables that a host's own environment must not slip into the ranks: they differ by host unseen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCommand:
+    """The command of one vLLM node on its host."""
+
+    host: str
+    node_rank: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    site_env: dict[str, str]
+    drop_env: tuple[str, ...] = DROPPED_ENV
+
+
+def make_commands(plan: Plan) -> tuple[RankCommand, ...]:
+    """Write the command of every vLLM node, in node rank order."""
+    hosts = {host.name: host for host in plan.hosts}
+    return tuple(
+        RankCommand(
+            host=node.host,
+            node_rank=node.node_rank,
+            argv=_argv(plan, node, hosts[node.host]),
+            env=_env(plan, node, hosts[node.host]),
+            site_env={
+                "PYTHONPATH": SITE,
+                "TMPDIR": f"{SITE}/tmp",
+                "VLLM_RPC_BASE_PATH": f"{SITE}/rpc",
+            },
+        )
+        for node in plan.nodes
+    )
+
+
+def _argv(plan: Plan, node: NodePlan, host: HostPlan) -> tuple[str, ...]:
+    argv = [host.python, "-m", "vllm.entrypoints.cli.main", "serve", plan.model]
+    argv += ["--served-model-name", plan.served_name]
+    argv += ["--pipeline-parallel-size", str(plan.pipeline), "--tensor-parallel-size", str(plan.tensor)]
+    argv += ["--distributed-executor-backend", "mp"]
+    if len(plan.nodes) > 1:
+        argv += ["--nnodes", str(len(plan.nodes)), "--node-rank", str(node.node_rank)]
+        argv += ["--master-addr", plan.master_addr, "--master-port", str(plan.master_port)]
+    if node.node_rank > 0:
+        argv += ["--headless"]
+    else:
+        argv += ["--host", plan.serve_host, "--port", str(plan.serve_port)]
+    for name, value in plan.args.items():
+        argv += _flag(name, value)
+    return tuple(argv)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    dashed = name.replace("_", "-")
+    if value is True:
+        return [f"--{dashed}"]
+    if value is False:
+        return [f"--no-{dashed}"]
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{dashed}", *map(str, value)]
+    if isinstance(value, dict):
+        return [f"--{dashed}", json.dumps(value, sort_keys=True)]
+    return [f"--{dashed}", str(value)]
+
+
+def _env(plan: Plan, node: NodePlan, host: HostPlan) -> dict[str, str]:
+    ranks = [plan.ranks[rank] for rank in node.ranks]
+    env = {
+        # Clusters without a way out would wait for time-outs at every start.
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        KV_ENV: str(ranks[0].kv // GIB),
+    }
+    if host.preload:
+        env["LD_PRELOAD"] = ":".join(host.preload)
+    if all(rank.cores for rank in ranks):
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank.cores)) for rank in ranks)
+    env.update(host.env)
+    env["VLLM_HOST_IP"] = node.endpoint.address
+    if node.endpoint.interface:
+        env["GLOO_SOCKET_IFNAME"] = node.endpoint.interface
+    if plan.pipeline > 1 and plan.ranks[0].layers is not None:
+        env["VLLM_PP_LAYER_PARTITION"] = ",".join(str(size) for size in _layer_sizes(plan))
+    return env
+
+
+def _layer_sizes(plan: Plan) -> list[int]:
+    sizes = {}
+    for rank in plan.ranks:
+        assert rank.layers is not None
+        sizes[rank.stage] = rank.layers[1] - rank.layers[0]
+    return [sizes[stage] for stage in range(plan.pipeline)]

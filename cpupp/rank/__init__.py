@@ -1,0 +1,1 @@
+"""What runs on the hosts: the agent beside vLLM, and the communicator inside it."""
