@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -38,10 +39,8 @@ class RunRecord:
 
     def event(self, kind: str, **data: Any) -> None:
         """Append one event with the wall clock. A full disk does not end the run."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             self._events.write(json.dumps({"time": time.time(), "event": kind, **data}, default=_plain) + "\n")
-        except (OSError, ValueError):
-            pass
 
     def close(self) -> None:
         """Close the event file."""

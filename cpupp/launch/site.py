@@ -1,4 +1,4 @@
-"""The site folder's files: what a host needs on PYTHONPATH so that vLLM loads our communicator with nothing installed."""
+"""The site folder's files: what goes on PYTHONPATH of a host so that vLLM loads our communicator, nothing installed."""
 
 from __future__ import annotations
 

@@ -162,6 +162,7 @@ class Supervisor:
         finally:
             if state.stage != "down":
                 self._stop_everywhere(now=False)
+            self._drain()
             for log in self._logs.values():
                 log.close()
         result = self._result(state)
@@ -183,6 +184,13 @@ class Supervisor:
             tails = {n: log.tail() for n, log in self._logs.items()} if state.stage == "failing" else {}
             state = self._advance(state, Tick(at=time.monotonic(), tails=tails))
         return state
+
+    def _drain(self) -> None:
+        """Write what ranks said last: their output may arrive behind the word that they are down."""
+        while not self._queue.empty():
+            item = self._queue.get()
+            if isinstance(item, tuple) and item[1].get("event") == "output":
+                self._translate(*item)
 
     def _advance(self, state: State, event: Event) -> State:
         if not isinstance(event, Tick | Logged | Health):

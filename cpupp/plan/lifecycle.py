@@ -348,9 +348,9 @@ def _answered(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _fail(
                 state, _head_failure(state, "READY-COMPLETION", f"the first completion failed: {error}"), event.at
             ), ()
-        case Asked(error="") if state.stage == "ready":
+        case Asked(error="") if state.stage == "ready" and state.ask:
             return _stop(state)
-        case Asked(error=error) if state.stage == "ready":
+        case Asked(error=error) if state.stage == "ready" and state.ask:
             return _fail(
                 state, _head_failure(state, "ASK-FAILED", f"the question was not answered: {error}"), event.at
             ), ()
