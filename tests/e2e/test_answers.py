@@ -1,0 +1,103 @@
+"""Token for token the answers of stock vLLM with pipeline 1, whatever the hosts and transports are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import PROMPTS, assert_quiet, greedy, launched, ssh_hosts, stock_answers, write_cluster
+from tests.testbed.bed import HostOptions, hosts
+from tests.testbed.host import Host
+from tests.testbed.models import random_llama, smollm2
+
+Answers = list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def stock_eager(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Stock vLLM, pipeline 1, eager."""
+    return stock_answers(tmp_path_factory.mktemp("se"), smollm2(), eager=True)
+
+
+@pytest.fixture(scope="session")
+def stock_compiled(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Stock vLLM, pipeline 1, compiled."""
+    return stock_answers(tmp_path_factory.mktemp("sc"), smollm2(), eager=False)
+
+
+@pytest.fixture(scope="session")
+def stock_random(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Stock vLLM, pipeline 1 and tensor 2 (whose partial sums round differently), eager, a small random Llama."""
+    return stock_answers(tmp_path_factory.mktemp("sr"), random_llama(), eager=True, cores=(0, 1))
+
+
+def answers_of(head: Host) -> Answers:
+    """The answers of a served model, over its real API."""
+    return [greedy(head.address, prompt) for prompt in PROMPTS]
+
+
+def transports(events: Sequence[dict[str, object]]) -> set[str]:
+    """Backends that the ranks announced."""
+    reports = [e["data"] for e in events if e["event"] == "Reported"]
+    return {r["report"]["backend"] for r in reports if isinstance(r, dict) and "backend" in r["report"]}
+
+
+def test_two_hosts_eager(tmp_path: Path, stock_eager: Answers) -> None:
+    with hosts(2) as bed:
+        cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
+        with launched(tmp_path, bed, cluster) as run:
+            run.wait_for("ready")
+            assert answers_of(bed[0]) == stock_eager
+            assert transports(run.events()) == {"gloo"}
+            assert run.stop() == 130
+        assert_quiet(bed)
+
+
+def test_two_hosts_compiled(tmp_path: Path, stock_compiled: Answers) -> None:
+    with hosts(2) as bed:
+        cluster = write_cluster(
+            tmp_path / "c.yaml", smollm2(), ssh_hosts(bed), engine={"args": {"enforce_eager": False}}
+        )
+        with launched(tmp_path, bed, cluster) as run:
+            run.wait_for("ready")
+            assert answers_of(bed[0]) == stock_compiled
+            assert run.stop() == 130
+        assert_quiet(bed)
+
+
+def test_one_host_two_slots_by_shm(tmp_path: Path, stock_eager: Answers) -> None:
+    with hosts(HostOptions(cores=[0, 1])) as bed:
+        cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed, [2]))
+        with launched(tmp_path, bed, cluster) as run:
+            run.wait_for("ready")
+            assert answers_of(bed[0]) == stock_eager
+            assert transports(run.events()) == {"shm"}
+            run.stop()
+        assert_quiet(bed)
+
+
+def test_three_stages_on_two_and_one_slots(tmp_path: Path, stock_eager: Answers) -> None:
+    """Unequal slots: the first host carries two vLLM nodes, which share memory; the third is remote."""
+    with hosts(2) as bed:
+        cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed, [2, 1]))
+        with launched(tmp_path, bed, cluster) as run:
+            run.wait_for("ready")
+            assert answers_of(bed[0]) == stock_eager
+            assert transports(run.events()) == {"mixed"}
+            run.stop()
+        assert_quiet(bed)
+
+
+def test_tensor_two_pipeline_two(tmp_path: Path, stock_random: Answers) -> None:
+    with hosts(2) as bed:
+        cluster = write_cluster(
+            tmp_path / "c.yaml", random_llama(), ssh_hosts(bed, [2, 2]), parallel={"pipeline": 2, "tensor": 2}
+        )
+        with launched(tmp_path, bed, cluster) as run:
+            run.wait_for("ready")
+            assert answers_of(bed[0]) == stock_random
+            assert transports(run.events()) == {"shm", "gloo"}
+            run.stop()
+        assert_quiet(bed)

@@ -1,0 +1,104 @@
+"""However a run ends, within ten seconds nothing of it is left on any host, and the record says why it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import DOWN_TIMEOUT_S, Run, assert_quiet, greedy, launched, ssh_hosts, write_cluster
+from tests.testbed.bed import Bed, hosts
+from tests.testbed.host import Host
+from tests.testbed.models import smollm2
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Bed]:
+    """Two hosts, used by one run after the other: each must find them clean."""
+    with hosts(2) as bed:
+        yield bed
+
+
+def worker_of(run: Run, rank: int) -> int:
+    """Pid of the worker process of a rank, from its announcement."""
+    reports = [e["data"]["report"] for e in run.events() if e["event"] == "Reported"]
+    return next(int(r["pid"]) for r in reports if r.get("rank") == rank)
+
+
+def main_of(run: Run, node_rank: int) -> int:
+    """Pid of a vLLM node's main process."""
+    spawned = [e["data"] for e in run.events() if e["event"] == "Spawned"]
+    return next(int(s["pid"]) for s in spawned if s["node_rank"] == node_rank)
+
+
+def alive(host: Host) -> int:
+    """Number of processes on a host."""
+    return len(host.processes())
+
+
+def test_killed_worker_of_the_follower(tmp_path: Path, bed: Bed) -> None:
+    """Stock vLLM stays up and answers /health with 200 for ever; here the dead rank is named and all is taken down."""
+    cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
+    with launched(tmp_path, bed, cluster) as run:
+        run.wait_for("ready")
+        greedy(bed[0].address, "Hello", num_tokens=2)
+        os.kill(worker_of(run, 1), signal.SIGKILL)
+        began = time.monotonic()
+        assert run.wait(DOWN_TIMEOUT_S) == 1
+        assert_quiet(bed, DOWN_TIMEOUT_S - (time.monotonic() - began))
+    first = run.stderr[run.stderr.index("RANK-") :]
+    assert "host b" in first.splitlines()[0]
+    assert "rank 1" in first.splitlines()[0] or "ranks 1" in first.splitlines()[0]
+    assert set(run.logs()) == {"node-0-a.log", "node-1-b.log"}
+
+
+def test_killed_main_process_of_the_head_while_loading(tmp_path: Path, bed: Bed) -> None:
+    cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
+    with launched(tmp_path, bed, cluster) as run:
+        run.wait_for("Spawned")
+        while len([e for e in run.events() if e["event"] == "Spawned"]) < 2:
+            time.sleep(0.1)
+        time.sleep(6)  # engine core and worker are being started
+        os.kill(main_of(run, 0), signal.SIGKILL)
+        assert run.wait(DOWN_TIMEOUT_S) == 1
+        assert_quiet(bed)
+    assert "SIGKILL" in run.stderr
+    assert "host a" in run.stderr
+
+
+def test_killed_launcher(tmp_path: Path, bed: Bed) -> None:
+    """SIGKILL of cpupp: nobody is left to order anything, the agents act by themselves."""
+    cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
+    with launched(tmp_path, bed, cluster) as run:
+        run.wait_for("ready")
+        assert alive(bed[0]) > 3
+        run.process.kill()
+        assert run.wait(5) == -signal.SIGKILL
+        assert_quiet(bed)
+    assert any(run.logs().values())
+
+
+def test_sigterm_before_ready(tmp_path: Path, bed: Bed) -> None:
+    cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
+    with launched(tmp_path, bed, cluster) as run:
+        run.wait_for("Spawned")
+        time.sleep(4)
+        assert run.stop(signal.SIGTERM) == 143
+        assert_quiet(bed)
+
+
+def test_not_ready_in_time(tmp_path: Path, bed: Bed) -> None:
+    """The second host's rank never joins: it is stopped (SIGSTOP) while it starts."""
+    cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
+    with launched(tmp_path, bed, cluster, "--timeout", "25") as run:
+        while len([e for e in run.events() if e["event"] == "Spawned"]) < 2:
+            time.sleep(0.1)
+        os.kill(main_of(run, 1), signal.SIGSTOP)
+        assert run.wait(25 + DOWN_TIMEOUT_S) == 6
+        assert_quiet(bed)
+    first = run.stderr[run.stderr.index("NOT-READY") :].splitlines()[0]
+    assert "host b" in first
