@@ -50,7 +50,7 @@ class CpuppError(Exception):
         return f"{place}{self.message}"
 
 
-class CpuppErrors(CpuppError):
+class CpuppErrors(CpuppError):  # noqa: N818  # the plural is the point
     """Several errors found in one pass; all are shown. The exit code is that of the first."""
 
     def __init__(self, errors: list[CpuppError]) -> None:

@@ -1,17 +1,19 @@
-"""ClusterSpec: what the user wrote. Strict: an unknown key, a wrong kind or a wrong sum is refused.
+"""ClusterSpec: what the user wrote. Strict: an unknown key or a wrong kind is refused.
 
-Only this module uses pydantic. `launch/config.py` turns pydantic's complaints into errors with file and line.
+Only this module uses pydantic. It holds the shape of the file; `rules.py` holds what spans several keys, and
+`problems.py` puts pydantic's complaints into words.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-_SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s]+))(?::(?P<port>\d{1,5}))?")
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+_SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s/]+))(?::(?P<port>\d{1,5}))?")
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 UNSUPPORTED = {
     "ray": "cpupp starts vLLM's own multi-node executor (mp); Ray would need a cluster of its own on every host",
@@ -23,15 +25,51 @@ UNSUPPORTED = {
 }
 
 
+class SpecValueError(ValueError):
+    """A value that the file may not have; `hint` says what to write instead."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 def _choice(valid: tuple[str, ...], what: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         if value in valid:
             return value
         reason = UNSUPPORTED.get(str(value).lower())
         tail = f": {reason}" if reason else ""
-        raise ValueError(f"{what} {value!r} is not supported{tail}; valid: {', '.join(valid)}")
+        raise SpecValueError(f"{what} {value!r} is not supported{tail}", f"valid: {', '.join(valid)}")
 
     return BeforeValidator(check)
+
+
+def _port_or_auto(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 1 <= value <= 65535):
+        return value
+    raise SpecValueError(f"{value!r} is no port", "write auto, or a whole number from 1 to 65535 without quotes")
+
+
+def _ssh_target(value: Any) -> Any:
+    if not isinstance(value, str) or parse_ssh(value) is not None:
+        return value
+    if value.startswith("ssh ") or "://" in value:
+        raise SpecValueError(f"{value!r} is a command or a URL", "write only the target: user@host:port")
+    raise SpecValueError(
+        f"{value!r} is no SSH target", "write [user@]host[:port] (IPv6 in brackets), or an alias of ~/.ssh/config"
+    )
+
+
+def _ip_address(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        bare = value.startswith("[")
+        hint = "leave the brackets out" if bare else "gloo binds it on the host: give the IP address, not a name"
+        raise SpecValueError(f"{value!r} is no IP address", hint) from None
+    return value
 
 
 class _Strict(BaseModel):
@@ -76,21 +114,13 @@ class HostEngineSpec(_Strict):
 class HostSpec(_Strict):
     """One host: how to reach it (`ssh` or `local: true`), its data-plane address, and its number of ranks."""
 
-    name: str = Field(pattern=_NAME)
-    ssh: str | None = None
+    name: str = Field(pattern=NAME_PATTERN)
+    ssh: Annotated[str | None, BeforeValidator(_ssh_target)] = None
     local: bool = False
-    address: str | None = None
+    address: Annotated[str | None, BeforeValidator(_ip_address)] = None
     slots: int = Field(default=1, ge=1, le=1024)
     cores: list[Annotated[int, Field(ge=0)]] | None = None
     engine: HostEngineSpec = Field(default_factory=HostEngineSpec)
-
-    @model_validator(mode="after")
-    def _one_way_in(self) -> HostSpec:
-        if self.local == (self.ssh is not None):
-            raise ValueError(f"host {self.name!r} needs exactly one of `ssh: user@host:port` and `local: true`")
-        if self.ssh is not None and parse_ssh(self.ssh) is None:
-            raise ValueError(f"ssh {self.ssh!r} is not `[user@]host[:port]` or an alias of ~/.ssh/config")
-        return self
 
 
 class NetworkSpec(_Strict):
@@ -98,7 +128,7 @@ class NetworkSpec(_Strict):
 
     interface: str = Field(default="auto", min_length=1)
     master_addr: str = Field(default="auto", min_length=1)
-    master_port: Literal["auto"] | Annotated[int, Field(ge=1, le=65535)] = "auto"
+    master_port: Annotated[Literal["auto"] | int, BeforeValidator(_port_or_auto)] = "auto"
     backend: Annotated[Literal["auto", "shm", "gloo"], _choice(("auto", "shm", "gloo"), "backend")] = "auto"
 
 
@@ -112,7 +142,7 @@ class ServeSpec(_Strict):
 class ClusterSpec(_Strict):
     """The whole cluster file."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=NAME_PATTERN)
     model: ModelSpec
     parallel: ParallelSpec = Field(default_factory=ParallelSpec)
     hosts: list[HostSpec] = Field(min_length=1)
@@ -130,3 +160,33 @@ def parse_ssh(text: str) -> tuple[str | None, str, int | None] | None:
     if port is not None and not 1 <= int(port) <= 65535:
         return None
     return match["user"], match["v6"] or match["host"], int(port) if port else None
+
+
+def read_spec(data: Any) -> tuple[ClusterSpec | None, list[dict[str, Any]]]:
+    """Validate the mapping of a cluster file; return the spec, or None and pydantic's error records."""
+    try:
+        return ClusterSpec.model_validate(data), []
+    except ValidationError as error:
+        return None, [dict(record) for record in error.errors(include_url=False)]
+
+
+def keys_at(path: tuple[str | int, ...]) -> list[str] | None:
+    """The keys that the mapping at `path` may have, in the order of the docs; None where any key may stand."""
+    model: Any = ClusterSpec
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        if field is None:
+            return None
+        model = _model_inside(field.annotation)
+        if model is None:
+            return None
+    return list(model.model_fields)
+
+
+def _model_inside(annotation: Any) -> type[BaseModel] | None:
+    for kind in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None

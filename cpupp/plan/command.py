@@ -1,7 +1,7 @@
 """Plan -> the exact command of every vLLM node. vLLM's own spellings appear here and where vLLM is called.
 
-`env` is set as it is written; `site_env` holds the variables whose value depends on the site folder that the agent makes
-on the host: `{site}` in them is replaced there. Nothing of this meets a shell: it travels as JSON.
+`env` is set as it is written; `site_env` holds the variables whose value depends on the site folder that the agent
+makes on the host: `{site}` in them is replaced there. Nothing of this meets a shell: it travels as JSON.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from cpupp.plan.cluster import ClusterSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of one rank. `rank`, `node_rank` and `stage` count from 0 over the cluster, `local_rank` in its node."""
+    """The place of one rank. `rank`, `node_rank` and `stage` count from 0 in the cluster, `local_rank` in its node."""
 
     rank: int
     host: str
@@ -46,15 +46,18 @@ class Grid:
     groups: tuple[GroupSeats, ...]
 
 
-def slots_equation(spec: ClusterSpec) -> str | None:
-    """Return why the slots do not fit `pipeline x tensor`, as the whole equation; None when they do."""
-    pipeline, tensor = spec.parallel.pipeline, spec.parallel.tensor
-    slots = [host.slots for host in spec.hosts]
+def equation(pipeline: int, tensor: int, slots: list[int]) -> str | None:
+    """Return why the slots do not sum to `pipeline x tensor`, as the whole equation; None when they do."""
     if pipeline * tensor == sum(slots):
         return None
     total = " + ".join(str(n) for n in slots)
     total = f"slots({total} = {sum(slots)})" if len(slots) > 1 else f"slots({total})"
     return f"pipeline({pipeline}) * tensor({tensor}) = {pipeline * tensor} != {total}"
+
+
+def slots_equation(spec: ClusterSpec) -> str | None:
+    """The equation of a whole spec; None when its slots fit."""
+    return equation(spec.parallel.pipeline, spec.parallel.tensor, [host.slots for host in spec.hosts])
 
 
 def make_grid(spec: ClusterSpec) -> Grid:

@@ -71,7 +71,7 @@ def plan_memory(
     layers: tuple[tuple[int, int], ...] | None,
     model: ModelFacts | None,
 ) -> MemoryPlan:
-    """Size weights and KV cache. The KV cache is equal on all ranks: vLLM takes the smallest number of blocks anyway."""
+    """Size weights and KV cache. The KV cache is equal on all ranks: vLLM takes the smallest block count anyway."""
     if model is None or layers is None:
         return MemoryPlan(
             weights={s.rank: None for s in grid.seats}, kv=MAX_DEFAULT_KV, kv_reason="model unknown: vLLM's default"

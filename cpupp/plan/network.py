@@ -1,8 +1,8 @@
 """The data plane: the address and the interface of every host, from the route to its peers.
 
-Never loopback unless every host is this machine (pytorch #15592, gloo #223: a hostname that maps to 127.0.1.1), and never
-a container bridge unless the user names it (DeepSpeed #2920). One concrete interface name a host: names may differ by
-host, and gloo crashes on the `^lo` syntax (aws-do-eks #50).
+Never loopback unless every host is this machine (pytorch #15592, gloo #223: a hostname that maps to 127.0.1.1), and
+never a container bridge unless the user names it (DeepSpeed #2920). One concrete interface name a host: names may
+differ by host, and gloo crashes on the `^lo` syntax (aws-do-eks #50).
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.split("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+def url_host(address: str) -> str:
+    """An address as it stands before a port: IPv6 in brackets (vllm #18986)."""
+    return f"[{address}]" if ":" in address else address
 
 
 def is_container_bridge(interface: str) -> bool:

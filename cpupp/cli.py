@@ -1,0 +1,265 @@
+"""The verbs: parse, call, render, exit code. Nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cpupp import __version__
+from cpupp.errors import CpuppError, ExitCode
+
+if TYPE_CHECKING:
+    from cpupp.plan.cluster import ClusterSpec
+    from cpupp.plan.command import RankCommand
+    from cpupp.plan.plan import Plan
+    from cpupp.signals import Signals
+
+# Plain help: rich's panels cost 0.2 s of CPU at every --help.
+app = typer.Typer(
+    name="cpupp",
+    help="One large model over several CPU machines: vLLM over SSH, from one YAML.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_File = Annotated[str, typer.Argument(metavar="FILE", help="The cluster file (YAML).", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout instead of text.")]
+_debug = False
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cpupp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+@app.command()
+def launch(
+    file: _File,
+    ask: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Ask one question, print the answer on stdout, stop.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to --ask, in tokens.")] = 128,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until the model must be ready.")] = 600.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds between TERM and KILL when stopping.")] = 5.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Start the model on all hosts and serve it until Ctrl-C."""
+    if dry_run:
+        _plan("launch", file, offline=False, as_json=as_json)
+        return
+    with _guard("launch", as_json), _signals() as signals:
+        import time
+
+        started = time.monotonic()
+        spec = _load(file)
+        with _connected(spec, signals) as (sessions, facts):
+            plan, commands = _make_plan(spec, facts)
+            _show_plan(plan, commands)
+            result = _run(plan, commands, sessions, signals, started, timeout, ask, max_tokens, grace)
+        _finish_launch(plan, result, as_json)
+
+
+def _run(
+    plan: Plan,
+    commands: tuple[RankCommand, ...],
+    sessions: Mapping[str, Any],
+    signals: Signals,
+    started: float,
+    timeout: float,
+    ask: str | None,
+    max_tokens: int,
+    grace: float,
+) -> Any:
+    from cpupp.launch.records import new_run_id
+    from cpupp.launch.supervisor import LaunchOptions, Supervisor
+    from cpupp.render_launch import LaunchView
+
+    run = new_run_id()
+    options = LaunchOptions(
+        run=run,
+        folder=_runs_folder() / f"{plan.name}-{run}",
+        timeout=timeout,
+        grace=grace,
+        ask=ask,
+        max_tokens=max_tokens,
+        started=started,
+    )
+    view = LaunchView(plan, started=started)
+    try:
+        supervisor = Supervisor(plan, commands, sessions, options, view)
+        signals.forward(supervisor.interrupt)
+        return supervisor.run()
+    finally:
+        view.close()
+
+
+def _finish_launch(plan: Plan, result: Any, as_json: bool) -> None:
+    from cpupp.render import page_width, print_envelope, write
+    from cpupp.render_launch import result_data, result_errors, result_page
+
+    result_page(result, page_width(sys.stderr)).show(sys.stderr)
+    if as_json:
+        ok = result.exit_code == 0
+        print_envelope("launch", ok=ok, data=result_data(plan, result), errors=result_errors(result))
+    elif result.answer is not None:
+        write(sys.stdout, result.answer.text + "\n")
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def plan(
+    file: _File,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Ask no host; what cannot be known is marked as assumed.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Show what a launch would do: ranks, layers, links, commands."""
+    _plan("plan", file, offline=offline, as_json=as_json)
+
+
+def _plan(command: str, file: str, *, offline: bool, as_json: bool) -> None:
+    with _guard(command, as_json), _signals() as signals:
+        from cpupp.render import page_width, print_envelope
+        from cpupp.render_plan import plan_data, plan_page
+
+        spec = _load(file)
+        if offline:
+            made, commands = _make_plan(spec, {})
+        else:
+            with _connected(spec, signals) as (_, facts):
+                made, commands = _make_plan(spec, facts)
+        if as_json:
+            print_envelope(command, ok=True, data=plan_data(made, commands))
+        else:
+            plan_page(made, commands, page_width(sys.stdout)).show(sys.stdout)
+
+
+@contextmanager
+def _guard(command: str, as_json: bool) -> Iterator[None]:
+    """Turn every error into text or an envelope, and an exit code; no traceback without --debug."""
+    from cpupp.signals import Interrupted
+
+    try:
+        yield
+    except CpuppError as error:
+        if _debug:
+            raise
+        _fail(command, as_json, error)
+        raise typer.Exit(int(error.exit_code)) from None
+    except Interrupted as error:
+        _fail(command, as_json, CpuppError("INTERRUPTED", f"interrupted by {error}: nothing was started"))
+        _leave(error.exit_code)
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if _debug:
+            raise
+        hint = "this is a fault in cpupp: run again as `cpupp --debug ...` and report the traceback"
+        _fail(command, as_json, CpuppError("INTERNAL", f"{type(error).__name__}: {error}", hint=hint))
+        raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
+
+
+def _fail(command: str, as_json: bool, error: CpuppError) -> None:
+    from cpupp.render import flat, print_envelope, print_errors
+
+    if as_json:
+        print_envelope(command, ok=False, data=None, errors=flat(error))
+    else:
+        print_errors(flat(error))
+
+
+def _leave(code: int) -> None:
+    """End now: threads that still connect must not hold the process. Hosts see the connection go and clean up."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _signals() -> Signals:
+    from cpupp.signals import Signals
+
+    return Signals()
+
+
+def _load(file: str) -> ClusterSpec:
+    from cpupp.launch.config import load_cluster
+
+    return load_cluster(file)
+
+
+@contextmanager
+def _connected(spec: ClusterSpec, signals: Signals) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Open a session to every host and ask each for its facts; the sessions are closed at the end, whatever happens."""
+    from cpupp.launch.probe import probe_hosts
+    from cpupp.launch.session import open_sessions
+
+    sessions = signals.wait(lambda: open_sessions(spec))
+    try:
+        yield sessions, signals.wait(lambda: probe_hosts(spec, sessions))
+    finally:
+        _close(sessions)
+
+
+def _close(sessions: Mapping[str, Any]) -> None:
+    """Close all sessions at once: each waits until its host is clean."""
+    import threading
+
+    threads = [threading.Thread(target=session.close, daemon=True) for session in sessions.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _make_plan(spec: ClusterSpec, facts: Mapping[str, Any]) -> tuple[Plan, tuple[RankCommand, ...]]:
+    from cpupp.plan.command import make_commands
+    from cpupp.plan.plan import make_plan
+
+    made = make_plan(spec, facts)
+    return made, make_commands(made)
+
+
+def _show_plan(made: Plan, commands: tuple[RankCommand, ...]) -> None:
+    from cpupp.render import page_width
+    from cpupp.render_plan import plan_page
+
+    plan_page(made, commands, page_width(sys.stderr)).show(sys.stderr)
+
+
+def _runs_folder() -> Path:
+    """Where runs are recorded: $XDG_STATE_HOME/cpupp/runs, by default ~/.local/state/cpupp/runs."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    root = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
+    return root / "cpupp" / "runs"
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except KeyboardInterrupt:  # before a verb has its own handler
+        _leave(int(ExitCode.SIGINT))

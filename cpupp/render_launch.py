@@ -1,0 +1,239 @@
+"""What a launch shows while it runs, and how it ended. All of it goes to stderr; the answer alone goes to stdout."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from cpupp.errors import CpuppError
+from cpupp.plan.network import url_host
+from cpupp.plan.plan import Plan
+from cpupp.render import Page, page_width, visible, write
+from cpupp.render_plan import ranges
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+    from cpupp.launch.supervisor import Ready, RunResult
+    from cpupp.plan.lifecycle import Failure
+
+MAX_LAST_LINES = 20
+
+
+@dataclass(slots=True)
+class _Row:
+    host: str
+    ranks: str
+    phase: str = "waiting"
+    since: float = 0.0
+
+
+class LaunchView:
+    """Live progress: a table on a terminal, one line for each change of phase elsewhere; log lines with host and ranks.
+
+    Implements launch/supervisor.py's View. A reader of stderr that goes away never ends the run.
+    """
+
+    def __init__(self, plan: Plan, stream: TextIO | None = None, *, started: float | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._plan = plan
+        self._started = time.monotonic() if started is None else started
+        self._rows = {n.node_rank: _Row(host=n.host, ranks=ranges(n.ranks)) for n in plan.nodes}
+        self._live: Live | None = _start_live(self._stream, self._table) if self._stream.isatty() else None
+
+    def phase(self, node_rank: int, host: str, phase: str, seconds: float) -> None:
+        """Show what a vLLM node does now. seconds: since the launch began."""
+        row = self._rows[node_rank]
+        row.phase, row.since = phase, time.monotonic()
+        if self._live is None:
+            self._line(f"{seconds:6.1f} s  {self._prefix(node_rank)} {phase}")
+
+    def log(self, node_rank: int, host: str, line: str) -> None:
+        """Show one line of a vLLM node's output."""
+        self._line(f"{self._prefix(node_rank)} {line}")
+
+    def ready(self, ready: Ready) -> None:
+        """Show the endpoint and how to ask it."""
+        page = Page(page_width(self._stream))
+        page.line()
+        page.line(f"ready after {ready.seconds:.1f} s: {ready.model} at {ready.url}", "bold green")
+        page.line(f"  {curl_line(ready.url, ready.model)}")
+        page.line("  Ctrl-C stops all vLLM nodes")
+        page.line()
+        self._page(page)
+
+    def note(self, text: str) -> None:
+        """Show anything else."""
+        page = Page(page_width(self._stream))
+        page.prose(text, indent="", hang="note: ", style="yellow")
+        self._page(page)
+
+    def close(self) -> None:
+        """End the live table; its last state stays."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            with suppress(OSError, ValueError, SystemExit):
+                live.stop()
+
+    def _prefix(self, node_rank: int) -> str:
+        row = self._rows[node_rank]
+        return f"[{row.host} {row.ranks}]"
+
+    def _line(self, text: str) -> None:
+        page = Page()
+        page.line(text)
+        self._page(page)
+
+    def _page(self, page: Page) -> None:
+        if self._live is None:
+            page.show(self._stream)
+            return
+        from rich.text import Text
+
+        try:
+            for line, style in page.lines:
+                self._live.console.print(Text(line, style=style), soft_wrap=True)
+        except (OSError, ValueError, SystemExit):  # the terminal is gone; rich turns a broken pipe into SystemExit
+            self._live = None
+            write(self._stream, page.text())
+
+    def _table(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        now = time.monotonic()
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("host", "ranks", "doing now", "for", f"{now - self._started:.0f} s in all"):
+            table.add_column(column)
+        for row in self._rows.values():
+            spent = f"{now - row.since:.0f} s" if row.since else ""
+            table.add_row(visible(row.host), row.ranks, Text(visible(row.phase)), spent, "")
+        return table
+
+
+def _start_live(stream: TextIO, table: Any) -> Live:
+    from rich.console import Console
+    from rich.live import Live
+
+    live = Live(
+        get_renderable=table,
+        console=Console(file=stream, highlight=False),
+        refresh_per_second=2,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    live.start()
+    return live
+
+
+def curl_line(url: str, model: str) -> str:
+    """A command that asks the served model one question."""
+    import json
+    import shlex
+
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
+    return f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def result_page(result: RunResult, width: int) -> Page:
+    """How the run ended: the first failure with its own last lines, the others as consequences, what was left."""
+    page = Page(width)
+    if result.first_failure is not None:
+        _failure(page, result.first_failure)
+        if result.consequences:
+            page.line("stopped or failed as a consequence:", "bold")
+            for failure in result.consequences:
+                page.prose(f"{_who(failure)}: {_first_line(failure.message)}")
+    if result.answer is not None:
+        answer = result.answer
+        speed = f"{answer.tokens_per_second:.1f} tokens per second"
+        page.line(f"{answer.completion_tokens} tokens in {answer.seconds:.1f} s: {speed}", "dim")
+    for text in result.leftovers:
+        page.prose(text, indent="", hang="left behind: ", style="yellow")
+    page.line(f"{_ENDINGS.get(result.outcome, result.outcome)}; logs: {result.folder}{os.sep}logs", "dim")
+    return page
+
+
+_ENDINGS = {
+    "ok": "stopped",
+    "failed": "failed",
+    "not_ready": "not ready in time, stopped",
+    "interrupted": "interrupted, stopped",
+}
+
+
+def _failure(page: Page, failure: Failure) -> None:
+    first, *rest = failure.message.splitlines() or [failure.code]
+    page.line()
+    page.prose(f"{_who(failure)}: {first}", indent="", hang="error: ", style="bold red")
+    for line in rest:
+        page.line(f"       {line}")
+    if failure.hint:
+        page.prose(failure.hint, hang="hint: ")
+    if failure.last_lines:
+        page.line(f"  its last lines ({failure.host}):", "dim")
+        for line in failure.last_lines[-MAX_LAST_LINES:]:
+            page.line(f"    {line}")
+
+
+def _who(failure: Failure) -> str:
+    if not failure.ranks:
+        return f"host {failure.host}"
+    word = "rank" if len(failure.ranks) == 1 else "ranks"
+    return f"{word} {ranges(failure.ranks)} on {failure.host}"
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
+
+
+def result_data(plan: Plan, result: RunResult) -> dict[str, Any]:
+    """The result as JSON values."""
+    answer = result.answer
+    return {
+        "outcome": result.outcome,
+        "endpoint": f"http://{url_host(plan.serve_host)}:{plan.serve_port}/v1",
+        "model": plan.served_name,
+        "ready_seconds": result.ready_seconds,
+        "answer": None
+        if answer is None
+        else {
+            "text": answer.text,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "seconds": answer.seconds,
+            "tokens_per_second": answer.tokens_per_second,
+        },
+        "first_failure": None if result.first_failure is None else failure_data(result.first_failure),
+        "consequences": [failure_data(failure) for failure in result.consequences],
+        "leftovers": list(result.leftovers),
+        "folder": str(result.folder),
+    }
+
+
+def failure_data(failure: Failure) -> dict[str, Any]:
+    """One failure as JSON values."""
+    return {
+        "host": failure.host,
+        "node_rank": failure.node_rank,
+        "ranks": list(failure.ranks),
+        "code": failure.code,
+        "message": failure.message,
+        "hint": failure.hint,
+        "last_lines": list(failure.last_lines),
+    }
+
+
+def result_errors(result: RunResult) -> list[CpuppError]:
+    """The failures as errors of the envelope, the first one first."""
+    failures = [result.first_failure, *result.consequences] if result.first_failure is not None else []
+    return [
+        CpuppError(failure.code, failure.message, hint=failure.hint, where=_who(failure))
+        for failure in failures
+        if failure is not None
+    ]

@@ -1,0 +1,318 @@
+"""The plan as a page, and as the `data` of the envelope. `cpupp launch --dry-run` prints the same page."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cpupp.plan.backend import GroupPlan
+from cpupp.plan.command import RankCommand
+from cpupp.plan.memory import GIB
+from cpupp.plan.network import url_host
+from cpupp.plan.plan import NodePlan, Plan, RankPlan
+from cpupp.render import WIDTH, Page
+
+MAX_PAIRS = 8
+"""Links of one transport and reason that a page lists one by one; --json lists all."""
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+
+
+def plan_page(plan: Plan, commands: Sequence[RankCommand], width: int = WIDTH, *, with_commands: bool = True) -> Page:
+    """Lay out the whole plan."""
+    page = Page(width)
+    _summary(page, plan)
+    _hosts(page, plan)
+    _ranks(page, plan)
+    _groups(page, plan.groups)
+    if with_commands:
+        _commands(page, commands)
+    _notes(page, plan)
+    return page
+
+
+def _summary(page: Page, plan: Plan) -> None:
+    num_ranks, num_hosts = len(plan.ranks), len(plan.hosts)
+    page.line(
+        f"cluster {plan.name}: pipeline {plan.pipeline} x tensor {plan.tensor} = {count(num_ranks, 'rank')} "
+        f"on {count(num_hosts, 'host')}, {count(len(plan.nodes), 'vLLM node')}",
+        "bold",
+    )
+    page.line()
+    rows = [("model", _model_text(plan))]
+    rows.append(("API", f"http://{url_host(plan.serve_host)}:{plan.serve_port}/v1 on the head {plan.head}"))
+    rows.append(("served as", plan.served_name))
+    rows.append(("rank 0 at", f"{url_host(plan.master_addr)}:{plan.master_port} (rendezvous)"))
+    rows.append(("ranks talk", _COMMUNICATORS[plan.communicator]))
+    rows.append(("KV cache", plan.kv_reason))
+    for name, value in rows:
+        page.prose(value, hang=name.ljust(12))
+
+
+_COMMUNICATORS = {
+    "links": "communicator links: every link by its own transport, proved at start",
+    "fallback": "communicator fallback: one backend for each group, proved at start",
+    "stock": "communicator stock: vLLM's own, nothing injected",
+}
+
+
+def _model_text(plan: Plan) -> str:
+    facts = plan.model_facts
+    if facts is None:
+        return plan.model
+    total = sum(facts.layer_bytes) + facts.other_bytes
+    stored = f", {gib(total)} stored" if facts.layer_bytes else ""
+    heads = f"{facts.num_heads} heads ({facts.num_kv_heads} KV)"
+    return f"{plan.model}: {facts.architecture}, {facts.num_layers} layers, {heads}, {facts.dtype}{stored}"
+
+
+def _hosts(page: Page, plan: Plan) -> None:
+    page.heading("Hosts")
+    endpoint = {node.host: node.endpoint for node in plan.nodes}
+    rows = []
+    for host in plan.hosts:
+        place = endpoint[host.name]
+        rows.append(
+            (
+                host.name,
+                "this machine" if host.local else f"ssh {host.ssh}",
+                f"{place.address} {place.interface}".rstrip(),
+                place.reason,
+                host.vllm,
+                host.python,
+            )
+        )
+    page.table(("host", "reached by", "data plane", "why", "vLLM", "python"), rows)
+    for host in plan.hosts:
+        if host.preload:
+            page.prose(f"{host.name} preloads {', '.join(host.preload)}", style="dim")
+    for machine in plan.machines:
+        if len(machine) > 1:
+            page.prose(f"{', '.join(machine)} share one memory: one machine")
+
+
+def _ranks(page: Page, plan: Plan) -> None:
+    page.heading("Ranks")
+    rows = [_rank_row(rank) for rank in plan.ranks]
+    page.table(("rank", "host", "vLLM node", "stage", "tp", "cores", "layers", "weights", "KV cache"), rows)
+
+
+def _rank_row(rank: RankPlan) -> tuple[str, ...]:
+    layers = ""
+    if rank.layers is not None:
+        first, last = rank.layers
+        layers = f"{first}-{last - 1} ({last - first})"
+    return (
+        str(rank.rank),
+        rank.host,
+        str(rank.node_rank),
+        str(rank.stage),
+        str(rank.tp_index),
+        ranges(rank.cores),
+        layers,
+        "" if rank.weights is None else gib(rank.weights),
+        gib(rank.kv),
+    )
+
+
+def _groups(page: Page, groups: Sequence[GroupPlan]) -> None:
+    page.heading("Groups")
+    if not groups:
+        page.line("  none: one rank talks to nobody")
+    for group in groups:
+        ranks = ", ".join(map(str, group.ranks))
+        page.line(f"  {group.name}  ranks {ranks}  backend {group.backend}", _BACKEND_STYLE[group.backend])
+        for transport, reason, pairs in _bundles(group):
+            page.prose(f"{pairs}  {transport}: {reason}", indent="       ")
+
+
+_BACKEND_STYLE = {"shm": "green", "gloo": "cyan", "mixed": "yellow"}
+
+
+def _bundles(group: GroupPlan) -> list[tuple[str, str, str]]:
+    """Links of equal transport and reason as one entry; `0<->1` are the two directions of a pair."""
+    pairs: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
+    for link in group.links:
+        pair = (min(link.src, link.dst), max(link.src, link.dst))
+        bundle = pairs.setdefault((link.transport, link.reason), {})
+        bundle[pair] = bundle.get(pair, 0) + 1
+    found = []
+    for (transport, reason), bundle in pairs.items():
+        names = [f"{a}<->{b}" for a, b in list(bundle)[:MAX_PAIRS]]
+        more = len(bundle) - len(names)
+        found.append((transport, reason, ", ".join(names) + (f" and {more} more" if more > 0 else "")))
+    return found
+
+
+def _commands(page: Page, commands: Sequence[RankCommand]) -> None:
+    page.heading("Commands")
+    for command in commands:
+        page.line(f"  vLLM node {command.node_rank} on {command.host}:", "bold")
+        for text in environment_lines({**command.env, **command.site_env}):
+            page.line(f"    {text} \\")
+        words = _by_flag(command.argv)
+        for index, text in enumerate(words):
+            more = " \\" if index < len(words) - 1 else ""
+            page.line(f"    {'  ' if index else ''}{text}{more}")
+    if commands:
+        dropped = " ".join(f"{prefix}*" for prefix in commands[0].drop_env)
+        page.prose(
+            f"{{site}}: the folder that the agent makes for the run. Not inherited there: {dropped}", style="dim"
+        )
+
+
+def _by_flag(argv: Sequence[str]) -> list[str]:
+    """The command's start, then one flag with its values a line."""
+    lines: list[list[str]] = [[]]
+    for word in argv:
+        if word.startswith("--") and len(lines[0]) > 1:
+            lines.append([])
+        lines[-1].append(quote(word))
+    return [" ".join(line) for line in lines]
+
+
+def _notes(page: Page, plan: Plan) -> None:
+    if plan.warnings:
+        page.heading("Warnings")
+        for text in plan.warnings:
+            page.prose(text, hang="! ", style="yellow")
+    if plan.assumed:
+        page.heading("Assumed, not observed")
+        for text in plan.assumed:
+            page.prose(text, hang="? ", style="magenta")
+
+
+def plan_data(plan: Plan, commands: Sequence[RankCommand]) -> dict[str, Any]:
+    """The plan as JSON values. Exact: values of secret variables are in `commands`."""
+    return {
+        "name": plan.name,
+        "model": {
+            "path": plan.model,
+            "served_name": plan.served_name,
+            "facts": None if plan.model_facts is None else asdict(plan.model_facts),
+        },
+        "parallel": {"pipeline": plan.pipeline, "tensor": plan.tensor},
+        "communicator": plan.communicator,
+        "head": plan.head,
+        "master": {"address": plan.master_addr, "port": plan.master_port},
+        "serve": {"host": plan.serve_host, "port": plan.serve_port},
+        "hosts": [_host_data(plan, host.name) for host in plan.hosts],
+        "machines": [list(machine) for machine in plan.machines],
+        "nodes": [_node_data(node) for node in plan.nodes],
+        "ranks": [_rank_data(rank) for rank in plan.ranks],
+        "groups": groups_data(plan.groups),
+        "commands": [_command_data(command) for command in commands],
+        "kv_reason": plan.kv_reason,
+        "warnings": list(plan.warnings),
+        "assumed": list(plan.assumed),
+    }
+
+
+def _host_data(plan: Plan, name: str) -> dict[str, Any]:
+    host = next(h for h in plan.hosts if h.name == name)
+    endpoint = next(node.endpoint for node in plan.nodes if node.host == name)
+    return {
+        "name": host.name,
+        "ssh": host.ssh,
+        "local": host.local,
+        "address": endpoint.address,
+        "interface": endpoint.interface,
+        "address_reason": endpoint.reason,
+        "python": host.python,
+        "vllm": host.vllm,
+        "preload": list(host.preload),
+    }
+
+
+def _node_data(node: NodePlan) -> dict[str, Any]:
+    return {"node_rank": node.node_rank, "host": node.host, "ranks": list(node.ranks)}
+
+
+def _rank_data(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "host": rank.host,
+        "node_rank": rank.node_rank,
+        "local_rank": rank.local_rank,
+        "stage": rank.stage,
+        "tp_index": rank.tp_index,
+        "cores": list(rank.cores),
+        "layers": None if rank.layers is None else list(rank.layers),
+        "weights_bytes": rank.weights,
+        "kv_bytes": rank.kv,
+    }
+
+
+def groups_data(groups: Sequence[GroupPlan]) -> list[dict[str, Any]]:
+    """Groups as JSON values: `links` has every ordered pair."""
+    return [
+        {
+            "name": group.name,
+            "kind": group.kind,
+            "ranks": list(group.ranks),
+            "backend": group.backend,
+            "reason": group.reason,
+            "links": [
+                {"ranks": [link.src, link.dst], "transport": link.transport, "reason": link.reason}
+                for link in group.links
+            ],
+        }
+        for group in groups
+    ]
+
+
+def _command_data(command: RankCommand) -> dict[str, Any]:
+    return {
+        "host": command.host,
+        "node_rank": command.node_rank,
+        "argv": list(command.argv),
+        "env": dict(command.env),
+        "site_env": dict(command.site_env),
+        "drop_env": list(command.drop_env),
+    }
+
+
+def count(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with three significant digits at least."""
+    value = size / GIB
+    return (
+        f"{value:.0f} GiB"
+        if value >= 100 or size % GIB == 0
+        else f"{value:.1f} GiB"
+        if value >= 10
+        else f"{value:.2f} GiB"
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """CPU numbers as the kernel writes them: `0-3,8`."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def quote(text: str) -> str:
+    """Quote for bash, on one line: control characters as $'...'."""
+    if not re.search(r"[\x00-\x1f\x7f]", text):
+        return shlex.quote(text)
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + re.sub(r"[\x00-\x1f\x7f]", lambda m: _ESCAPES.get(m[0], f"\\x{ord(m[0]):02x}"), escaped) + "'"
+
+
+_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def environment_lines(env: Mapping[str, str]) -> list[str]:
+    """`NAME=value` lines, quoted, secrets hidden."""
+    return [f"{name}={'***' if _SECRET.search(name) else quote(value)}" for name, value in sorted(env.items())]
