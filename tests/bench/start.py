@@ -3,8 +3,9 @@
     python -m tests.bench.start --rounds 3 [--eager]
 
 Two test hosts of one core each, SmolLM2-135M, pipeline 2. "By hand" starts both commands at the same moment, with the
-environment that cpupp would give them (addresses, interface, cores, preloads) but without cpupp's communicator, and asks
-the API every 0.2 s. In eager mode stock vLLM 0.27.1 to 0.32 dies at the first request, so there by hand ends at /health.
+environment that cpupp would give them (addresses, interface, cores, preloads) but without cpupp's communicator, and
+asks the API every 0.2 s. In eager mode stock vLLM 0.27.1 to 0.32 dies at the first request: there by hand ends at
+/health.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -123,4 +123,4 @@ def _answers(address: str, *, eager: bool) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
