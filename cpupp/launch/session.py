@@ -7,30 +7,35 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-from cpupp.errors import CpuppError, ExitCode
+from cpupp.errors import CpuppError, CpuppErrors, ExitCode
 from cpupp.launch.bundle import agent_payload
-from cpupp.launch.transport import Connection, ConnectionLostError, Transport
+from cpupp.launch.transport import Connection, ConnectionLostError, LocalTransport, Transport
+from cpupp.plan.cluster import ClusterSpec, HostSpec
 
 PROTOCOL = 1
 MARK = b"@cpupp "
 NOISE_KEPT = 4096  # bytes of what the host's shell printed before the agent's hello, kept for messages
 LONGEST_LINE = 64 << 20
 
+T = TypeVar("T")
 EventHandler = Callable[[str, dict[str, Any]], None]
 
 
 class AgentSession:
     """The connection to the agent of one host.
 
-    on_event(host, event) is called by the session's reading thread for every event of the agent (output, report,
-    spawned, exited, keeper_lost, gone), in order, and once with `{"event": "lost", "reason": ...}` when the connection
-    ends before `close`. It must return quickly; it must not call `request` and wait. leash_s: how long either side
-    waits for a sign of the other; heartbeat_s: how often this side gives one.
+    on_event(host, event), which may be replaced at any time, is called by the session's reading thread for every event
+    of the agent (output, report, spawned, process_exited, exited, keeper_lost, gone), in order, and once with
+    `{"event": "lost", "reason": ...}` when the connection ends before `close`. It must return quickly; it must not call
+    `request` and wait. leash_s: how long either side waits for a sign of the other; heartbeat_s: how often this side
+    gives one.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class AgentSession:
         self.grace_s = grace_s
         self.hello: dict[str, Any] = {}
         self.lost_reason = ""
-        self._on_event = on_event or (lambda host, event: None)
+        self.on_event = on_event or (lambda host, event: None)
         self._connection: Connection | None = None
         self._numbers = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
@@ -81,19 +86,19 @@ class AgentSession:
         """Whether requests can be made."""
         return self._connection is not None and not self._ended.is_set()
 
-    def request(self, op: str, timeout_s: float = 60.0, **parameters: Any) -> Any:
+    def request(self, op: str, *, timeout: float = 60.0, **params: Any) -> Any:
         """Make a request and return the reply's data. Thread-safe; many may be in flight.
 
         Raises CpuppError: the agent's own code and words; HOST-LOST when the connection ends; HOST-SLOW after
-        `timeout_s` (the agent may still be at it).
+        `timeout` seconds (the agent may still be at it).
         """
-        number, future = self._begin(op, parameters)
+        number, future = self._begin(op, params)
         try:
-            return future.result(timeout_s)
+            return future.result(timeout)
         except FutureTimeout:
             raise CpuppError(
                 "HOST-SLOW",
-                f"no answer to {op!r} within {timeout_s:g} s",
+                f"no answer to {op!r} within {timeout:g} s",
                 where=self.host,
                 exit_code=ExitCode.UNREACHABLE,
             ) from None
@@ -111,7 +116,7 @@ class AgentSession:
         end = time.monotonic() + timeout_s
         if not self._ended.is_set() and not self._closing.is_set():
             with contextlib.suppress(CpuppError):
-                self.request("stop", timeout_s=timeout_s, grace=self.grace_s)
+                self.request("stop", timeout=timeout_s, grace=self.grace_s)
         self._closing.set()
         self._connection.send_end()
         self._ended.wait(max(0.0, end - time.monotonic()))
@@ -128,14 +133,14 @@ class AgentSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, op: str, parameters: dict[str, Any]) -> tuple[int, Future[Any]]:
+    def _begin(self, op: str, params: dict[str, Any]) -> tuple[int, Future[Any]]:
         future: Future[Any] = Future()
         with self._state:
             if self._connection is None or self._ended.is_set() or self._closing.is_set():
                 raise self._lost_error(op)
             number = next(self._numbers)
             self._pending[number] = future
-        line = json.dumps({"id": number, "op": op, **parameters}).encode("ascii") + b"\n"
+        line = json.dumps({"id": number, "op": op, **params}).encode("ascii") + b"\n"
         try:
             with self._sending:
                 self._connection.send(line)
@@ -235,7 +240,7 @@ class AgentSession:
         except ValueError:
             return
         if "event" in message:
-            self._on_event(self.host, message)
+            self.on_event(self.host, message)
             return
         with self._state:
             future = self._pending.pop(message.get("id"), None)
@@ -262,7 +267,7 @@ class AgentSession:
         for future in pending.values():
             future.set_exception(self._lost_error("request"))
         if not self._closing.is_set():
-            self._on_event(self.host, {"event": "lost", "reason": reason})
+            self.on_event(self.host, {"event": "lost", "reason": reason})
 
     def _beat(self) -> None:
         """Give a sign of life every few seconds; the replies are the host's."""
@@ -275,3 +280,51 @@ def _quoted(words: str | bytes) -> str:
     text = words.decode("utf-8", "replace") if isinstance(words, bytes) else words
     text = text.strip()
     return f": {text[-1000:]}" if text else ""
+
+
+def open_sessions(spec: ClusterSpec, on_event: EventHandler | None = None, **options: Any) -> dict[str, AgentSession]:
+    """Open a session to every host of the cluster file, all at once, in the file's order.
+
+    Raises CpuppErrors with one error for each host that failed; the other sessions are closed then. `options` are those
+    of `connect_all`.
+    """
+    sessions, errors = connect_all(spec, on_event, **options)
+    if errors:
+        run_all({name: session.close for name, session in sessions.items()})
+        raise CpuppErrors(errors)
+    return sessions
+
+
+def connect_all(
+    spec: ClusterSpec,
+    on_event: EventHandler | None = None,
+    *,
+    ssh_config: Path | None = None,
+    leash_s: float = 20.0,
+    grace_s: float = 5.0,
+) -> tuple[dict[str, AgentSession], list[CpuppError]]:
+    """Open a session to every host, all at once; return those that opened and the errors of those that did not."""
+    from cpupp.launch.ssh import SshTransport
+
+    def open_one(host: HostSpec) -> AgentSession:
+        transport = LocalTransport() if host.ssh is None else SshTransport(host.ssh, config=ssh_config)
+        session = AgentSession(host.name, transport, on_event, leash_s=leash_s, grace_s=grace_s)
+        session.open()
+        return session
+
+    return run_all({host.name: partial(open_one, host) for host in spec.hosts})
+
+
+def run_all(tasks: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], list[CpuppError]]:
+    """Run one task for each host, all at once; return results and errors in the order of `tasks`."""
+    with ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix="host") as pool:
+        futures = {name: pool.submit(task) for name, task in tasks.items()}
+    results: dict[str, T] = {}
+    errors: list[CpuppError] = []
+    for name, future in futures.items():
+        try:
+            results[name] = future.result()
+        except CpuppError as error:
+            error.where = error.where or name
+            errors.append(error)
+    return results, errors

@@ -79,6 +79,7 @@ class LocalTransport:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                bufsize=0,
                 start_new_session=True,
             )
         except OSError as error:
@@ -97,14 +98,19 @@ class LocalConnection:
         assert process.stderr
         self.process = process
         self._in, self._out, self._err = process.stdin, process.stdout, process.stderr
+        os.set_blocking(self._in.fileno(), False)
         self._words = b""
         self._err_open = True
 
     def send(self, data: bytes) -> None:
         """Write all bytes. Raises ConnectionLostError."""
+        view = memoryview(data)
         try:
-            self._in.write(data)
-            self._in.flush()
+            while view:
+                # A stopped agent fills the pipe; `close` must still get through, so no write may block for ever.
+                if select.select([], [self._in], [], 0.5)[1]:
+                    with contextlib.suppress(BlockingIOError):
+                        view = view[os.write(self._in.fileno(), view) :]
         except (OSError, ValueError) as error:
             raise ConnectionLostError(f"the agent's stdin is closed ({error})") from None
 

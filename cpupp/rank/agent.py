@@ -174,7 +174,7 @@ class Agent:
                 raise RequestError("AGENT-REQUEST", "start before prepare")
             if number in self.nodes:
                 raise RequestError("AGENT-REQUEST", f"vLLM node {number} was started already")
-            reports = os.path.join(self.site, request.get("reports") or f"reports-{number}.ndjson")
+            reports = str(request.get("reports") or f"{{site}}/reports-{number}.ndjson").replace("{site}", self.site)
             node = Node(number, self._order(number, request), reports, self.outbox, self.children, self.sources)
             self.nodes[number] = node
             try:
@@ -267,15 +267,14 @@ def _wait(nodes: dict[int, Node], timeout_s: float, event: Callable[[Node], thre
 
 def http(request: dict[str, Any]) -> dict[str, Any]:
     """Make one HTTP request from this host, never through a proxy; any status is an answer."""
-    body = request.get("body")
-    data = None if body is None else body.encode("utf-8", "surrogateescape")
+    data = (request.get("body") or "").encode("utf-8", "surrogateescape") or None
     query = urllib.request.Request(
         request["url"], data=data, headers=request.get("headers") or {}, method=request.get("method", "GET")
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         try:
-            answer = opener.open(query, timeout=float(request.get("timeout", 10)))
+            answer = opener.open(query, timeout=float(request.get("http_timeout", 10)))
         except urllib.error.HTTPError as error:
             answer = error
         with answer:
