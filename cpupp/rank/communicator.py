@@ -1,0 +1,316 @@
+"""The communicator of one TP or PP group: a transport for every link, proved, agreed by all ranks, and announced.
+
+Pure torch: vLLM is met in `vllm_adapter` alone. Positions count inside the group, ranks are global.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpupp.errors import CpuppError, ExitCode
+from cpupp.plan.handoff import GroupReport, RankHandoff
+from cpupp.rank.board import Board
+from cpupp.rank.identity import SHM_DIR, Exchange, Obstacle, exchange_over, prove
+from cpupp.rank.links import TIMEOUT_SECONDS, GlooLink, Link, ShmLink
+from cpupp.rank.ring import Ring
+from cpupp.rank.segments import Segment
+
+NEIGHBOUR_RING_BYTES = 8 << 20
+OTHER_RING_BYTES = 1 << 20
+
+
+class Communicator:
+    """Point to point and collectives of the group `name` (`pp:0`, `tp:0`), as this rank sees it.
+
+    A PP group talks point to point: every pair that shares memory gets two rings. A TP group talks in collectives:
+    the ranks that share memory get a board. Everything else goes over torch.distributed.
+
+    per_link: false gives the whole group one transport, as vLLM does: shared memory for all or for none.
+
+    Raises CpuppError on all ranks when the handoff demands shm and some link cannot have it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        handoff: RankHandoff,
+        *,
+        per_link: bool = True,
+        shm_dir: Path = SHM_DIR,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self.name, self.kind = name, name[:2]
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.position = self.ranks.index(dist.get_rank())
+        self._timeout = timeout
+        self._shm_dir, self._per_link = shm_dir, per_link
+        self._rings: dict[tuple[int, int], Ring] = {}
+        self._segments: list[Segment] = []
+        self._links: dict[int, Link] = {}
+        self.board: Board | None = None
+        exchange = exchange_over(group)
+        prefix = f"cpupp-{_short(handoff.run)}-{handoff.attempt}"
+        self.verdict = prove(
+            exchange,
+            self.position,
+            prefix=prefix,
+            obstacle=Obstacle.FORCED if handoff.backend == "gloo" else Obstacle.NONE,
+            demanded=handoff.backend == "shm",
+            threads=torch.get_num_threads(),
+            shm_dir=shm_dir,
+        )
+        self._subset, self._failures = self._settle(exchange, f"{prefix}-{name.replace(':', '')}-{self.verdict.tag}")
+        self.backend, self.reason = self._outcome()
+        if self.backend != "shm" and any(i.demanded for i in self.verdict.identities):
+            raise CpuppError(
+                "SHM-DEMANDED",
+                f"group {name} of ranks {self.ranks}: backend shm is demanded, but {self.reason}",
+                hint="set the backend to auto, or place these ranks on one host",
+                exit_code=ExitCode.RANK_FAILED,
+            )
+
+    # Settling: which subset shares memory, and its segments. Each step ends in an exchange, whatever happened in it.
+
+    def _settle(self, exchange: Exchange, stem: str) -> tuple[tuple[int, ...], list[Obstacle]]:
+        alone = (self.position,)
+        failures = [i.obstacle for i in self.verdict.identities]
+        subsets = self.verdict.subsets
+        if self._fatal(failures, subsets):
+            return alone, failures
+        subset = self.verdict.subset_of(self.position)
+        for step in (self._create, self._attach):
+            failures = [Obstacle(row[0]) for row in exchange(bytes([self._try(step, subset, stem)]))]
+            if any(failures):
+                break
+        for segment in self._segments:
+            if segment.path.name.startswith(stem):
+                segment.unlink()
+        if any(failures):
+            self._release()
+            return alone, failures
+        self._connect(subset)
+        return subset, failures
+
+    def _fatal(self, failures: list[Obstacle], subsets: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether something known keeps the group from shared memory; equal on all ranks."""
+        sharing = [s for s in subsets if len(s) > 1]
+        if not self._per_link and len(subsets) > 1:
+            return True
+        return not sharing or Obstacle.FORCED in failures or any(failures[i] for s in sharing for i in s)
+
+    def _try(self, step: Any, subset: tuple[int, ...], stem: str) -> Obstacle:
+        try:
+            step(subset, stem)
+        except OSError as error:
+            found = Obstacle.of(error)
+            return Obstacle.ATTACH if step == self._attach else found
+        except Exception:  # whatever it is: the peers are in the exchange and must hear of it
+            return Obstacle.INTERNAL
+        return Obstacle.NONE
+
+    def _create(self, subset: tuple[int, ...], stem: str) -> None:
+        if len(subset) == 1:
+            return
+        if self.kind == "tp":
+            self._own(Board.create(self._shm_dir / f"{stem}-{self.position}"))
+            return
+        for other in subset:
+            if other != self.position:
+                pair = self.position, other
+                path = self._shm_dir / f"{stem}-{self.position}.{other}"
+                self._rings[pair] = Ring.create(path, self._link_name(*pair), self._capacity(*pair))
+                self._own(self._rings[pair].segment)
+
+    def _attach(self, subset: tuple[int, ...], stem: str) -> None:
+        for other in subset:
+            if other == self.position:
+                continue
+            if self.kind == "tp":
+                self._own(Board.attach(self._shm_dir / f"{stem}-{other}"))
+                continue
+            pair = other, self.position
+            path = self._shm_dir / f"{stem}-{other}.{self.position}"
+            self._rings[pair] = Ring.attach(path, self._link_name(*pair), self._capacity(*pair))
+            self._own(self._rings[pair].segment)
+
+    def _own(self, segment: Segment) -> None:
+        self._segments.append(segment)
+
+    def _connect(self, subset: tuple[int, ...]) -> None:
+        if len(subset) == 1:
+            return
+        if self.kind == "tp":
+            mine, *others = self._segments
+            others.insert(subset.index(self.position), mine)
+            names = [f"rank {self.ranks[i]}" for i in subset]
+            self.board = Board(others, subset.index(self.position), names, self._timeout)
+            return
+        for other in subset:
+            if other != self.position:
+                out, into = self._rings[self.position, other], self._rings[other, self.position]
+                self._links[other] = ShmLink(out, into, timeout=self._timeout)
+
+    def _capacity(self, source: int, target: int) -> int:
+        size = len(self.ranks)
+        return NEIGHBOUR_RING_BYTES if (target - source) % size == 1 else OTHER_RING_BYTES
+
+    def _link_name(self, source: int, target: int) -> str:
+        return f"rank {self.ranks[source]} -> rank {self.ranks[target]}"
+
+    # The outcome
+
+    def transport(self, source: int, target: int) -> str:
+        """`shm` or `gloo` of the link between two positions."""
+        if len(self._active()) == len(self.ranks):
+            return "gloo"
+        return "shm" if any(source in s and target in s for s in self._active()) else "gloo"
+
+    def _active(self) -> tuple[tuple[int, ...], ...]:
+        """The subsets that talk by shared memory: the proved ones, or none of them after a failure."""
+        if any(self._failures) or self._fatal([i.obstacle for i in self.verdict.identities], self.verdict.subsets):
+            return tuple((i,) for i in range(len(self.ranks)))
+        return self.verdict.subsets
+
+    def _outcome(self) -> tuple[str, str]:
+        shared = [[self.ranks[i] for i in s] for s in self._active() if len(s) > 1]
+        if len(shared) == 1 and len(shared[0]) == len(self.ranks):
+            return "shm", "all ranks share memory: same kernel, same /dev/shm, each read what the others wrote there"
+        if shared:
+            return "mixed", f"ranks {' and '.join(map(str, shared))} share memory, the other links cross hosts"
+        if Obstacle.FORCED in self._failures:
+            return "gloo", "the cluster file forces gloo"
+        sharing = {i for s in self.verdict.subsets if len(s) > 1 for i in s}
+        for i, failure in enumerate(self._failures):
+            if failure and (i in sharing or not sharing):
+                return "gloo", f"rank {self.ranks[i]} cannot use shared memory: {failure.text}"
+        if sharing:
+            return "gloo", "not all ranks share memory, and mode fallback gives the whole group one transport"
+        return "gloo", self._difference()
+
+    def _difference(self) -> str:
+        first, *others = self.verdict.identities
+        for other, rank in zip(others, self.ranks[1:], strict=True):
+            who = f"rank {self.ranks[0]} and rank {rank}"
+            if other.boot_id != first.boot_id:
+                return f"no two ranks share memory: {who} run on different machines (their boot ids differ)"
+            if (other.device, other.inode) != (first.device, first.inode):
+                return f"no two ranks share memory: {who} have different /dev/shm on one kernel"
+        return "no two ranks share memory: none could read what another wrote to its /dev/shm"
+
+    def summary(self) -> str:
+        """Backend and reason in one line."""
+        return f"{self.backend}, {self.reason}"
+
+    def report(self) -> GroupReport:
+        """What this rank announces to the launcher."""
+        size = range(len(self.ranks))
+        return GroupReport(
+            rank=self.ranks[self.position],
+            pid=os.getpid(),
+            kind=self.kind,
+            ranks=list(self.ranks),
+            backend=self.backend,
+            links=[[self.ranks[a], self.ranks[b], self.transport(a, b)] for a in size for b in size if a != b],
+            reason=self.reason,
+        )
+
+    # Point to point
+
+    def send_tensor_dict(self, items: Mapping[str, Any], target: int) -> None:
+        """Send to the position `target`; returns before the receiver has it. Raises FrameError, PeerLostError."""
+        self._link(target).send(items, self._drain)
+
+    def recv_tensor_dict(self, source: int) -> dict[str, Any]:
+        """Receive the next dict from the position `source`. Raises FrameError, PeerLostError."""
+        return self._link(source).recv()
+
+    def _link(self, other: int) -> Link:
+        link = self._links.get(other)
+        if link is None:
+            me, peer = self.ranks[self.position], self.ranks[other]
+            link = self._links[other] = GlooLink(self.group, me, peer)
+        return link
+
+    def _drain(self) -> bool:
+        drained = [link.drain() for link in self._links.values() if isinstance(link, ShmLink)]
+        return any(drained)
+
+    # Collectives
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over the group, in place."""
+        if self.board is None or self.backend != "shm":
+            dense = tensor.contiguous()
+            dist.all_reduce(dense, group=self.group)
+        else:
+            dense = tensor.contiguous()
+            self.board.all_reduce(dense)
+        if dense.data_ptr() != tensor.data_ptr() or dense.stride() != tensor.stride():
+            tensor.copy_(dense)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Concatenate the equally shaped tensors of all ranks along `dim`; equal to torch.cat of them."""
+        shape = list(tensor.shape)
+        shape[dim] *= len(self.ranks)
+        out = tensor.new_empty(shape)
+        self._gather(tensor.contiguous(), list(out.chunk(len(self.ranks), dim)) if tensor.shape[dim] else [])
+        return out
+
+    def gather(self, tensor: torch.Tensor, target: int, dim: int) -> torch.Tensor | None:
+        """As `all_gather`, on the position `target` alone; None elsewhere."""
+        dense = tensor.contiguous()
+        if self.position == target:
+            return self.all_gather(tensor, dim)
+        if self.board is not None and self.backend == "shm":
+            self.board.gather(dense, None)
+        elif tensor.numel():
+            self._gather(dense, None)
+        return None
+
+    def _gather(self, dense: torch.Tensor, out: list[torch.Tensor] | None) -> None:
+        if not dense.numel():
+            return
+        if self.board is not None and self.backend == "shm":
+            self.board.gather(dense, out)
+            return
+        # As bytes: gloo's collectives refuse some dtypes. List form: right for every dim (sglang #8041).
+        raw = dense.view(-1).view(torch.uint8)
+        parts = [torch.empty_like(raw) for _ in self.ranks]
+        dist.all_gather(parts, raw, group=self.group)
+        for target, part in zip(out or [], parts, strict=False):
+            target.copy_(part.view(dense.dtype).view(dense.shape))
+
+    def _release(self) -> None:
+        for segment in self._segments:
+            segment.unlink()
+            segment.close()
+        self._segments.clear()
+        self._rings.clear()
+
+    def close(self) -> None:
+        """Let what was sent leave, then unmap the segments."""
+        for link in self._links.values():
+            if isinstance(link, GlooLink):
+                with suppress(CpuppError):
+                    link.flush()
+            else:
+                link.close()
+        if self.board is not None:
+            self.board.close()
+        self._links.clear()
+        self._segments.clear()
+        self.board = None
+
+
+def _short(run: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "_", run)[:40]

@@ -1,0 +1,237 @@
+"""One link, one transport: how a tensor dict gets from one rank to another.
+
+ShmLink writes frames into a ring in shared memory; GlooLink sends them over a gloo group. Both keep the order, neither
+blocks the sender until the receiver is there (up to a bound), and two ranks that both send first do not deadlock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, FrameCodec, FrameError
+from cpupp.rank.ring import PeerLostError, Ring, span
+
+TAG = 0x6370  # apart from tag 0, which vLLM's own send and recv use on the same group
+INLINE_BYTES = 128 * 1024
+MAX_IN_FLIGHT = 8
+_TRAILER_BYTES = 8
+TIMEOUT_SECONDS = 1800.0  # as torch.distributed's default for gloo
+
+
+class ShmLink:
+    """A link between two ranks that share memory.
+
+    outgoing, incoming: the rings of both directions; me, peer: global ranks, for messages.
+    meanwhile: called while a send waits for room; it takes in what has arrived from any peer (`drain`).
+    """
+
+    transport = "shm"
+
+    def __init__(self, outgoing: Ring, incoming: Ring, *, timeout: float = TIMEOUT_SECONDS) -> None:
+        self._out, self._in = outgoing, incoming
+        self._out.peer_lives = incoming.segment.owner_lives
+        self._encoder = FrameCodec(outgoing.link)
+        self._decoder = FrameCodec(incoming.link)
+        self._timeout = timeout
+        self._header_out = ctypes.create_string_buffer(MAX_HEADER_BYTES)
+        self._header_in = ctypes.create_string_buffer(MAX_HEADER_BYTES)
+        self._addresses = ctypes.addressof(self._header_out), ctypes.addressof(self._header_in)
+        self._arrived: deque[dict[str, Any]] = deque()
+        self._frames = self._read()
+
+    def send(self, items: Mapping[str, Any], meanwhile: Callable[[], bool] | None = None) -> None:
+        """Put the dict into the ring. Waits only while the ring is full. Raises FrameError, PeerLostError."""
+        header, tensors, _ = self._encoder.encode(items, 0)
+        ctypes.memmove(self._addresses[0], header, len(header))
+        parts = [(self._addresses[0], len(header)), *(span(t) for t in tensors)]
+        self._out.write(parts, time.monotonic() + self._timeout, meanwhile or self.drain)
+
+    def recv(self) -> dict[str, Any]:
+        """Wait for the next dict. Raises FrameError, PeerLostError."""
+        deadline = time.monotonic() + self._timeout
+        while not self._arrived:
+            if not self.drain():
+                self._in.wait_for_data(deadline)
+        return self._arrived.popleft()
+
+    def drain(self) -> bool:
+        """Take in what has arrived, be it a part of a dict, without waiting; return whether there was something.
+
+        A send that waits for room does this too: so two ranks that both send more than a ring holds get through.
+        """
+        if not self._in.pending():
+            return False
+        frame = next(self._frames)
+        if frame is not None:
+            self._arrived.append(frame)
+        return True
+
+    def _read(self) -> Iterator[dict[str, Any] | None]:
+        """Yield each dict that is complete, and None whenever the next one needs bytes that have not arrived."""
+        address = self._addresses[1]
+        while True:
+            yield from self._take(address, PREFIX_BYTES)
+            length = self._decoder.header_length(ctypes.string_at(address, PREFIX_BYTES))
+            yield from self._take(address + PREFIX_BYTES, length - PREFIX_BYTES)
+            result, tensors = self._decoder.decode(ctypes.string_at(address, length)).allocate()
+            for tensor in tensors:
+                yield from self._take(*span(tensor))
+            yield result
+
+    def _take(self, address: int, size: int) -> Iterator[None]:
+        while True:
+            done = self._in.take(address, size)
+            address += done
+            size -= done
+            if not size:
+                return
+            yield None
+
+    def close(self) -> None:
+        """Unmap both rings."""
+        self._out.segment.close()
+        self._in.segment.close()
+
+
+class GlooLink:
+    """A link over a gloo group: small dicts are one message, the tensors of large ones follow without a copy.
+
+    gloo accepts a message that is shorter than the receiver's buffer, so the receiver need not know the size: it posts
+    a buffer of INLINE_BYTES. A trailer with the frame's number shows that the message was not cut short.
+    """
+
+    transport = "gloo"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        me: int,
+        peer: int,
+        *,
+        inline_bytes: int = INLINE_BYTES,
+        bound: int = MAX_IN_FLIGHT,
+    ) -> None:
+        self._group, self._peer = group, peer
+        self._encoder = FrameCodec(f"rank {me} -> rank {peer}")
+        self._decoder = FrameCodec(f"rank {peer} -> rank {me}")
+        self._inline = max(inline_bytes, MAX_HEADER_BYTES + _TRAILER_BYTES)
+        self._bound = bound
+        self._free: list[torch.Tensor] = []
+        self._in_flight: deque[tuple[torch.Tensor, list[dist.Work], list[torch.Tensor]]] = deque()
+        self._inbox: torch.Tensor | None = None
+        self._posted: dist.Work | None = None
+
+    def send(self, items: Mapping[str, Any], meanwhile: Callable[[], bool] | None = None) -> None:
+        """Start to send; waits only when MAX_IN_FLIGHT dicts are under way. Raises FrameError, PeerLostError."""
+        header, tensors, detached = self._encoder.encode(items, self._inline - _TRAILER_BYTES)
+        buffer = self._buffer()
+        at = buffer.data_ptr()
+        ctypes.memmove(at, header, len(header))
+        size = len(header)
+        if not detached:
+            for tensor in tensors:
+                ctypes.memmove(at + size, *span(tensor))
+                size += tensor.nbytes
+        trailer = self._encoder.sequence.to_bytes(_TRAILER_BYTES, "little")
+        ctypes.memmove(at + size, trailer, _TRAILER_BYTES)
+        alive = [_settled(t) for t in tensors if t.nbytes] if detached else []
+        try:
+            works = [self._isend(t) for t in (buffer[: size + _TRAILER_BYTES], *alive)]
+        except RuntimeError as error:
+            raise PeerLostError(self._encoder.link, str(error)) from error
+        self._in_flight.append((buffer, works, alive))
+
+    def recv(self) -> dict[str, Any]:
+        """Wait for the next dict. Raises FrameError, PeerLostError."""
+        if self._posted is None:
+            self._post()
+        inbox, posted = self._inbox, self._posted
+        assert inbox is not None
+        assert posted is not None
+        self._posted = None
+        self._wait(posted, self._decoder.link)
+        at = inbox.data_ptr()
+        length = self._decoder.header_length(ctypes.string_at(at, PREFIX_BYTES))
+        header = self._decoder.decode(ctypes.string_at(at, length))
+        size = length if header.detached else length + header.payload
+        if size + _TRAILER_BYTES > self._inline:
+            raise FrameError(self._decoder.link, f"a payload of {header.payload} bytes does not fit into its message")
+        if int.from_bytes(ctypes.string_at(at + size, _TRAILER_BYTES), "little") != header.sequence:
+            raise FrameError(self._decoder.link, f"truncated frame: fewer than {size} bytes arrived")
+        result, tensors = header.allocate()
+        if header.detached:
+            works = [self._irecv(t) for t in tensors if t.nbytes]
+            for work in works:
+                self._wait(work, self._decoder.link)
+        else:
+            at += length
+            for tensor in tensors:
+                ctypes.memmove(tensor.data_ptr(), at, tensor.nbytes)
+                at += tensor.nbytes
+        self._post()  # before the peer sends: gloo then moves the next frame without asking first
+        return result
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has left this rank. Raises PeerLostError."""
+        while self._in_flight:
+            self._reap()
+
+    def _buffer(self) -> torch.Tensor:
+        if len(self._in_flight) >= self._bound:
+            self._reap()
+        return self._free.pop() if self._free else torch.empty(self._inline, dtype=torch.uint8)
+
+    def _reap(self) -> None:
+        # Not is_completed(): gloo can report completion while it still reads the buffer.
+        buffer, works, _ = self._in_flight[0]
+        for work in works:
+            self._wait(work, self._encoder.link)
+        self._in_flight.popleft()
+        self._free.append(buffer)
+
+    def _post(self) -> None:
+        if self._inbox is None:
+            self._inbox = torch.empty(self._inline, dtype=torch.uint8)
+        self._inbox[:PREFIX_BYTES].zero_()
+        self._posted = self._irecv(self._inbox)
+
+    def _isend(self, tensor: torch.Tensor) -> dist.Work:
+        work = dist.isend(tensor, dst=self._peer, group=self._group, tag=TAG)
+        assert work is not None
+        return work
+
+    def _irecv(self, tensor: torch.Tensor) -> dist.Work:
+        try:
+            work = dist.irecv(tensor, src=self._peer, group=self._group, tag=TAG)
+        except RuntimeError as error:
+            raise PeerLostError(self._decoder.link, str(error)) from error
+        assert work is not None
+        return work
+
+    @staticmethod
+    def _wait(work: dist.Work, link: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(link, str(error)) from error
+
+
+Link = ShmLink | GlooLink
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself when nobody else can write to its memory after the send has returned, else a copy.
+
+    vLLM takes our send for a finished one. A stage's output can be a view of a buffer that its next step overwrites
+    (the residual of a middle stage is a slice of the received one), and such a view shares its storage.
+    """
+    storage = tensor.untyped_storage()
+    alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # there is no public way to ask
+    return tensor if alone else tensor.clone()

@@ -1,0 +1,163 @@
+"""Gives vLLM 0.18.0 to 0.32.0 our communicator. The only module that imports vLLM, and only worker processes load it.
+
+What differs between the versions sits here: the constructor gained `use_all2all` and will gain more; 0.18 calls the
+tensor dict methods always (vllm #37933), 0.20 and later when `supports_tensor_dict` is true (vllm PR #40150).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from vllm.distributed.device_communicators.cpu_communicator import (  # type: ignore[import-not-found, unused-ignore]  # on the hosts only
+    CpuCommunicator,
+)
+from vllm.logger import init_logger  # type: ignore[import-not-found, unused-ignore]  # on the hosts only
+
+from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
+from cpupp.rank import graph_ops
+from cpupp.rank.announce import append_error, append_report
+from cpupp.rank.communicator import Communicator
+
+logger = init_logger("vllm.cpupp")
+
+
+class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  # vLLM is untyped where it is not installed
+    """vLLM's CPU communicator with a transport per link for the TP and PP groups; any other group is left as it is."""
+
+    supports_tensor_dict: bool
+    per_link = True
+
+    def __init__(
+        self,
+        cpu_group: ProcessGroup,
+        device: torch.device | None = None,
+        device_group: ProcessGroup | None = None,
+        unique_name: str = "",
+        **kwargs: Any,
+    ) -> None:
+        ours = unique_name.startswith(("tp", "pp"))
+        # Under another name the stock constructor skips its own choice of SHM. That choice tests architecture and op
+        # before its collective, so a rank that fails a test would leave its peers waiting.
+        stock_name = f"cpupp-{unique_name}" if ours else unique_name
+        super().__init__(
+            cpu_group=cpu_group, device=device, device_group=device_group, unique_name=stock_name, **kwargs
+        )
+        self.unique_name = unique_name
+        self.links: Communicator | None = None
+        if not ours or self.world_size == 1:
+            return
+        handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
+        try:
+            if unique_name.startswith("pp"):
+                cure_eager_pipeline()
+            tensor_dicts_follow_the_communicator()
+            self.links = Communicator(unique_name, cpu_group, handoff, per_link=self.per_link)
+            append_report(handoff.reports, self.links.report())
+        except BaseException as error:
+            append_error(handoff.reports, f"group {unique_name} of ranks {self.ranks}", error)
+            raise
+        graph_ops.serve(unique_name, self.links)
+        self.supports_tensor_dict = self.per_link or self.links.backend == "shm"
+        logger.info("cpupp: group %s of ranks %s: %s", unique_name, self.ranks, self.links.summary())
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, in place, as stock does."""
+        if self.links is None:
+            return super().all_reduce(input_)  # type: ignore[no-any-return, unused-ignore]  # untyped upstream
+        if torch.compiler.is_compiling():
+            torch.ops.cpupp.all_reduce_(input_, self.unique_name)
+        else:
+            self.links.all_reduce(input_)
+        return input_
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenate along `dim`."""
+        if self.links is None:
+            return super().all_gather(input_, dim)  # type: ignore[no-any-return, unused-ignore]  # untyped upstream
+        if torch.compiler.is_compiling():
+            gathered: torch.Tensor = torch.ops.cpupp.all_gather(
+                input_, dim % input_.dim(), self.world_size, self.unique_name
+            )
+            return gathered
+        return self.links.all_gather(input_, dim % input_.dim())
+
+    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
+        """Concatenate along `dim` on the rank at position `dst`."""
+        if self.links is None:
+            return super().gather(input_, dst, dim)  # type: ignore[no-any-return, unused-ignore]  # untyped upstream
+        return self.links.gather(input_, dst, dim % input_.dim())
+
+    def send_tensor_dict(self, tensor_dict: dict[str, Any], dst: int) -> None:
+        """Send to the position `dst`. Raises FrameError, PeerLostError."""
+        if self.links is None:
+            super().send_tensor_dict(tensor_dict, dst)
+            return
+        self._check_supported()
+        self.links.send_tensor_dict(tensor_dict, dst)
+
+    def recv_tensor_dict(self, src: int) -> dict[str, Any]:
+        """Receive from the position `src`. Raises FrameError, PeerLostError."""
+        if self.links is None:
+            return super().recv_tensor_dict(src)  # type: ignore[no-any-return, unused-ignore]  # untyped upstream
+        self._check_supported()
+        return self.links.recv_tensor_dict(src)
+
+    def _check_supported(self) -> None:
+        if not self.supports_tensor_dict:
+            raise NotImplementedError(f"group {self.unique_name}: mode fallback sends no tensor dict over gloo")
+
+    def destroy(self) -> None:
+        """Release links and segments."""
+        if self.links is not None:
+            graph_ops.withdraw(self.unique_name, self.links)
+            self.links.close()
+            self.links = None
+        super().destroy()
+
+
+class FallbackCommunicator(LinksCommunicator):
+    """What the upstream fix (vllm PR #40150) does, on every version: one transport for the whole group, and tensor
+    dicts only over shared memory; over gloo vLLM's generic path carries them.
+    """
+
+    per_link = False
+
+
+def tensor_dicts_follow_the_communicator() -> None:
+    """Make a group ask its communicator whether it carries tensor dicts, whatever this vLLM's group asks itself.
+
+    0.18 and 0.19 ask whether the SHM op exists (vllm #37933): wrong across hosts, and wrong on AVX2 builds, which have
+    no such op although our links need none. A property, because the group's constructor is running when this is called.
+    """
+    from vllm.distributed.parallel_state import GroupCoordinator  # type: ignore[import-not-found, unused-ignore]
+
+    def supported(self: Any) -> bool:
+        return bool(getattr(self.device_communicator, "supports_tensor_dict", False))
+
+    GroupCoordinator.use_cpu_custom_send_recv = property(supported, lambda self, value: None)
+
+
+def cure_eager_pipeline() -> None:
+    """Allocate the buffer for received tensors when nobody did. From 0.27.1 to 0.32.0 an eager CPU start skips the
+    dummy run that allocates it, and the first request dies on `assert self.intermediate_tensors is not None`.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # type: ignore[import-not-found, unused-ignore]
+
+    original = getattr(GPUModelRunner, "sync_and_gather_intermediate_tensors", None)
+    if original is None or hasattr(original, "cpupp"):
+        return
+
+    @wraps(original)
+    def cured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return original(self, *args, **kwargs)
+
+    cured.cpupp = True  # type: ignore[attr-defined]  # marks the method as patched
+    GPUModelRunner.sync_and_gather_intermediate_tensors = cured
