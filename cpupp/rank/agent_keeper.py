@@ -5,7 +5,8 @@ starts the node and ends it - all descendants, however they moved themselves awa
 agent is gone or deaf, or when the node's main process has exited. The agent in turn watches the keeper.
 
 Orders arrive as lines on a descriptor of their own: first the node to start, then empty lines as heartbeat and
-`{"stop": grace_s}`. Status lines go to stdout: spawned, error, exited, shm, gone, and `{}` as heartbeat.
+`{"stop": grace_s}`. Status lines go to stdout: spawned, error, died (another process of the node than its main one),
+exited, shm, gone, and `{}` as heartbeat.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Keeper:
         # Segments that were there before the node are never ours, whoever maps them.
         self.strangers = set(agent_proc.shm_files(owned_only=False).values())
         self.segments: set[tuple[int, int]] = set()
+        self.living: dict[int, int] = {}  # pid -> start time of the node's processes but the main one
         self.scan_every = TICK_S
         self.next_scan = 0.0
         self.next_tick = 0.0
@@ -112,6 +114,7 @@ class Keeper:
         if now >= self.next_tick:
             self.next_tick = now + TICK_S
             self.tell({})
+            self.look()
         if now >= self.next_scan:
             self.scan()
             self.next_scan = time.monotonic() + self.scan_every
@@ -143,6 +146,8 @@ class Keeper:
             if pid == self.main_pid:
                 self.main_pid = 0
                 self.tell({"exited": agent_proc.exit_code(status)})
+            elif self.living.pop(pid, None) is not None:
+                self.tell_death(pid, agent_proc.exit_code(status))
 
     def end_all(self, grace_s: float) -> None:
         """TERM everything below this process, and after the grace KILL until nothing is left.
@@ -166,6 +171,25 @@ class Keeper:
                 agent_proc.send_signal(below - told, signal.SIGCONT)  # a stopped process cannot act on TERM
                 told |= below
             self.wait(0.02 if killing else 0.1)
+
+    def look(self) -> None:
+        """Tell which processes of the node ended since the last look: vLLM does not watch all of its own."""
+        table = agent_proc.process_table()
+        for pid, start in list(self.living.items()):
+            process = table.get(pid)
+            if process is not None and process.start == start and not process.ended:
+                continue
+            del self.living[pid]
+            zombie = process is not None and process.start == start
+            self.tell_death(pid, agent_proc.exit_code(process.status) if process and zombie else None)
+        for pid in agent_proc.descendants([os.getpid()], table) - {self.main_pid}:
+            if not table[pid].ended:
+                self.living[pid] = table[pid].start
+
+    def tell_death(self, pid: int, code: int | None) -> None:
+        """Report the end of a process while the node should run; at the node's own end it is no news."""
+        if self.main_pid and self.stop_grace is None:
+            self.tell({"died": pid, "code": code})
 
     def scan(self) -> None:
         """Record which segments the node's processes use, so that they can be removed when it is gone."""

@@ -267,6 +267,8 @@ class Node:
                 return
             if "exited" in status:
                 self._emit("exited", code=status["exited"], stopped=self.stopped)
+            if "died" in status:
+                self._emit("process_exited", pid=status["died"], code=status["code"])
             if "keeper_lost" in status:
                 self._emit("keeper_lost", message=status["keeper_lost"])
 

@@ -19,11 +19,20 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Proc(NamedTuple):
-    """One process: parent, state letter, and start time in clock ticks since boot (pid and start never repeat)."""
+    """One process: parent, state letter, and start time in clock ticks since boot (pid and start never repeat).
+
+    status: the wait status of a zombie (0 where the kernel hides it), else 0.
+    """
 
     ppid: int
     state: str
     start: int
+    status: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has exited and only waits for its parent to notice."""
+        return self.state in ("Z", "X")
 
 
 def become_subreaper() -> None:
@@ -45,7 +54,7 @@ def read_process(pid: int) -> Proc | None:
         return None
     # The command name is in parentheses and may contain both spaces and parentheses.
     fields = data[data.rfind(b")") + 2 :].split()
-    return Proc(int(fields[1]), fields[0].decode(), int(fields[19]))
+    return Proc(int(fields[1]), fields[0].decode(), int(fields[19]), int(fields[49]))
 
 
 def process_table() -> dict[int, Proc]:
