@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from cpupp.plan.memory import GIB
-from cpupp.plan.plan import KV_ENV, HostPlan, NodePlan, Plan
+from cpupp.plan.memory import GIB, KV_ENV
+from cpupp.plan.plan import HostPlan, NodePlan, Plan
 
 SITE = "{site}"
+PLUGINS_ENV = "VLLM_PLUGINS"
+PLUGIN = "cpupp"
 
 OWNED_ARGS: dict[str, str] = {
     "model": "model.path",
     "served_model_name": "model.served_name",
     "tensor_parallel_size": "parallel.tensor",
     "pipeline_parallel_size": "parallel.pipeline",
+    "pp": "parallel.pipeline",
+    "tp": "parallel.tensor",
     "data_parallel_size": "nothing: cpupp runs one replica",
+    "dp": "nothing: cpupp runs one replica",
     "nnodes": "hosts",
     "node_rank": "hosts",
     "master_addr": "network.master_addr",
@@ -95,7 +100,7 @@ def make_commands(plan: Plan) -> tuple[RankCommand, ...]:
 
 
 def _argv(plan: Plan, node: NodePlan, host: HostPlan) -> tuple[str, ...]:
-    argv = [host.python, "-m", "vllm.entrypoints.cli.main", "serve", plan.model]
+    argv = [host.python, "-m", "vllm.entrypoints.cli.main", "serve", host.model]
     argv += ["--served-model-name", plan.served_name]
     argv += ["--pipeline-parallel-size", str(plan.pipeline), "--tensor-parallel-size", str(plan.tensor)]
     argv += ["--distributed-executor-backend", "mp"]
@@ -112,7 +117,7 @@ def _argv(plan: Plan, node: NodePlan, host: HostPlan) -> tuple[str, ...]:
 
 
 def _flag(name: str, value: object) -> list[str]:
-    dashed = name.replace("_", "-")
+    dashed = name.lstrip("-").replace("_", "-")
     if value is True:
         return [f"--{dashed}"]
     if value is False:
@@ -123,7 +128,8 @@ def _flag(name: str, value: object) -> list[str]:
         return [f"--{dashed}", *map(str, value)]
     if isinstance(value, dict):
         return [f"--{dashed}", json.dumps(value, sort_keys=True)]
-    return [f"--{dashed}", str(value)]
+    text = str(value)
+    return [f"--{dashed}={text}"] if text.startswith("-") else [f"--{dashed}", text]
 
 
 def _env(plan: Plan, node: NodePlan, host: HostPlan) -> dict[str, str]:
@@ -139,6 +145,9 @@ def _env(plan: Plan, node: NodePlan, host: HostPlan) -> dict[str, str]:
     if all(rank.cores for rank in ranks):
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank.cores)) for rank in ranks)
     env.update(host.env)
+    if PLUGINS_ENV in env:  # an allow-list: without our name in it vLLM would leave us out, and say nothing
+        names = [name for name in env[PLUGINS_ENV].split(",") if name]
+        env[PLUGINS_ENV] = ",".join(dict.fromkeys([*names, PLUGIN]))
     env["VLLM_HOST_IP"] = node.endpoint.address
     if node.endpoint.interface:
         env["GLOO_SOCKET_IFNAME"] = node.endpoint.interface

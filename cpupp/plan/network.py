@@ -52,6 +52,21 @@ def everything_is_here(spec: ClusterSpec) -> bool:
     return all(host.local for host in spec.hosts)
 
 
+def one_network(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> bool:
+    """True when the facts show one kernel and one set of interfaces for all hosts (sshd on several local ports)."""
+    views = {
+        (fact.boot_id, tuple((i.name, i.addresses) for i in fact.interfaces if not i.loopback))
+        for name, fact in facts.items()
+    }
+    return len(views) == 1 and all(host.name in facts for host in spec.hosts)
+
+
+def best_address(interface: InterfaceFacts) -> str:
+    """The address of an interface that peers can use: IPv4 before IPv6, never link-local; empty when there is none."""
+    usable = [a for a in interface.addresses if not ipaddress.ip_address(a.split("%")[0]).is_link_local]
+    return min(usable, key=lambda a: ":" in a, default="")
+
+
 def candidate_address(host: HostSpec, fact: HostFacts) -> str:
     """Where the peers should look for a host before routes are known; empty for a local host without `address`."""
     if host.address is not None:
@@ -92,9 +107,11 @@ def _endpoint(spec: ClusterSpec, host: HostSpec, facts: Mapping[str, HostFacts])
             return Endpoint(address=route.source, interface=route.interface, reason=reason)
     for interface in fact.interfaces:
         usable = interface.up and not interface.loopback and not is_container_bridge(interface.name)
-        if usable and interface.addresses:
+        if usable and best_address(interface):
             reason = "the first interface that is up"
-            return Endpoint(address=interface.addresses[0], interface=interface.name, reason=reason)
+            return Endpoint(address=best_address(interface), interface=interface.name, reason=reason)
+    if len(spec.hosts) == 1 or one_network(spec, facts):
+        return Endpoint(address="127.0.0.1", interface="lo", reason="one machine, without another address")
     raise CpuppError(
         "NET-NO-ADDRESS",
         f"host {host.name}: no address that its peers could reach (interfaces: {_list(fact)})",
@@ -115,14 +132,15 @@ def _assumed(spec: ClusterSpec, host: HostSpec) -> Endpoint:
 
 def _named_interface(name: str, host: HostSpec, fact: HostFacts) -> Endpoint:
     interface = next((i for i in fact.interfaces if i.name == name), None)
-    if interface is None or not interface.addresses:
+    if interface is None or not best_address(interface):
         what = "does not exist" if interface is None else "has no address"
         raise CpuppError(
             "NET-INTERFACE",
             f"host {host.name}: interface {name!r} {what}; there: {_list(fact)}",
             hint="name an interface that every host has, or use `interface: auto` with hosts[].address",
         )
-    address = host.address if host.address in interface.addresses else interface.addresses[0]
+    address = host.address if host.address in interface.addresses else best_address(interface)
+    assert address
     return Endpoint(address=address, interface=name, reason="network.interface")
 
 
@@ -144,3 +162,30 @@ def _interface_of(fact: HostFacts, address: str) -> InterfaceFacts | None:
 
 def _list(fact: HostFacts) -> str:
     return ", ".join(f"{i.name} ({', '.join(i.addresses) or 'no address'})" for i in fact.interfaces)
+
+
+def address_errors(
+    spec: ClusterSpec, endpoints: Mapping[str, Endpoint], facts: Mapping[str, HostFacts]
+) -> list[CpuppError]:
+    """Refuse one address on two machines (VMs behind NAT), and a master address that the head does not have."""
+    errors = []
+    seen: dict[str, str] = {}
+    for name, endpoint in endpoints.items():
+        first = seen.setdefault(endpoint.address, name)
+        if name in facts and first in facts and facts[name].boot_id != facts[first].boot_id:
+            message = f"hosts {first} and {name} are two machines, but both have {endpoint.address} ({endpoint.reason})"
+            hint = "give hosts[].address: for each the address that the other reaches"
+            errors.append(CpuppError("NET-SAME-ADDRESS", message, hint=hint))
+    master, head = spec.network.master_addr, spec.hosts[0].name
+    if master != "auto" and head in facts and _is_ip(master) and _interface_of(facts[head], master) is None:
+        message = f"network.master_addr {master} is on no interface of the head {head}; there: {_list(facts[head])}"
+        errors.append(CpuppError("NET-MASTER-ADDR", message, hint="leave master_addr out: cpupp finds it"))
+    return errors
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -10,17 +10,15 @@ from dataclasses import dataclass
 
 from cpupp.errors import CpuppError, CpuppErrors
 from cpupp.plan.backend import GroupPlan, memory_domains, plan_groups
+from cpupp.plan.cautions import ASSUMED_MASTER_PORT, assumptions, plan_warnings
 from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
-from cpupp.plan.grid import Grid, Seat, make_grid, slots_equation
-from cpupp.plan.memory import GIB, memory_errors, plan_layers, plan_memory
+from cpupp.plan.grid import Grid, make_grid, slots_equation
+from cpupp.plan.memory import GIB, KV_ENV, memory_errors, plan_layers, plan_memory
 from cpupp.plan.model import ModelFacts, model_facts
-from cpupp.plan.network import Endpoint, data_plane, is_loopback
-from cpupp.plan.threads import CorePlan, plan_cores
-from cpupp.plan.versions import known_faults, too_old, version_warning
-
-ASSUMED_MASTER_PORT = 29500
-KV_ENV = "VLLM_CPU_KVCACHE_SPACE"
+from cpupp.plan.network import Endpoint, address_errors, data_plane
+from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
+from cpupp.plan.threads import plan_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +52,16 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """One host: engine Python, vLLM version (empty when unknown), libraries to preload, whether it is this machine."""
+    """One host: engine Python, vLLM version (empty when unknown), libraries to preload, whether it is this machine.
+
+    model: the path as this host expands it, or as written when nobody asked the host.
+    """
 
     name: str
     ssh: str | None
     local: bool
     python: str
+    model: str
     vllm: str
     shim: bool
     preload: tuple[str, ...]
@@ -103,18 +105,25 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
     equation = slots_equation(spec)
     if equation is not None:
         raise CpuppError("PLAN-SLOTS", equation, hint="make the slots of all hosts sum to pipeline x tensor")
-    _refuse([*_host_errors(spec, facts), *_port_errors(spec, facts)])
+    _refuse([*host_errors(spec, facts), *port_errors(spec, facts)])
     grid = make_grid(spec)
     model = _model(spec, facts)
     num_layers = model.num_layers if model else spec.model.num_layers
     layers = plan_layers(spec, num_layers)
     memory = plan_memory(spec, grid, layers, model)
     kv = {host.name: _host_kv(spec, host, memory.kv) for host in spec.hosts}
-    _refuse([*_tensor_errors(spec, model), *memory_errors(spec, grid, memory, kv, facts)])
     cores = plan_cores(spec, grid, facts)
     endpoints = data_plane(spec, facts)
-    head = grid.seats[0].host
     groups = plan_groups(spec, grid, facts)
+    _refuse(
+        [
+            *tensor_errors(spec, model),
+            *backend_errors(spec, grid, groups, facts),
+            *memory_errors(spec, grid, memory, kv, cores.cores, facts),
+            *address_errors(spec, endpoints, facts),
+        ]
+    )
+    head = grid.seats[0].host
     ranks = tuple(
         RankPlan(
             rank=seat.rank,
@@ -146,14 +155,14 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         serve_host=spec.serve.host,
         serve_port=spec.serve.port,
         hosts=tuple(_host_plan(spec, host, facts.get(host.name)) for host in spec.hosts),
-        machines=memory_domains(tuple(h.name for h in spec.hosts), facts),
+        machines=memory_domains(spec, tuple(h.name for h in spec.hosts), facts),
         nodes=_nodes(grid, endpoints),
         ranks=ranks,
         groups=groups,
         args=dict(spec.engine.args),
         kv_reason=memory.kv_reason,
-        warnings=tuple(_warnings(spec, grid, facts, cores, groups, endpoints)),
-        assumed=tuple(_assumed(spec, facts, num_layers)),
+        warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, endpoints)),
+        assumed=tuple(assumptions(spec, facts, num_layers)),
     )
 
 
@@ -174,73 +183,6 @@ def _model(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> ModelFacts | No
             f"{folder.path}/config.json lacks what a decoder has: {error}",
             hint="cpupp runs decoder language models; check that the folder is the right one",
         ) from None
-
-
-def _host_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[CpuppError]:
-    errors = []
-    for host in spec.hosts:
-        fact = facts.get(host.name)
-        if fact is None:
-            continue
-        engine = fact.engine
-        if engine.error:
-            message = f"host {host.name}: engine.python {engine.python}: {engine.error}"
-            hint = "set engine.python (or this host's engine.python) to a Python that has vLLM"
-            errors.append(CpuppError("ENGINE-PYTHON", message, hint=hint))
-        elif not engine.vllm:
-            message = f"host {host.name}: no vLLM in {engine.python}"
-            errors.append(CpuppError("ENGINE-NO-VLLM", message, hint="install vllm-cpu there: docs/quickstart.md"))
-        elif old := too_old(engine.vllm):
-            errors.append(CpuppError("ENGINE-TOO-OLD", f"host {host.name}: {old}", hint="install a newer vllm-cpu"))
-        if fact.model.error:
-            message = f"host {host.name}: model {spec.model.path}: {fact.model.error}"
-            hint = "the folder must be on every host, at the same path (a relative one starts at the login directory)"
-            errors.append(CpuppError("MODEL-MISSING", message, hint=hint))
-    return errors or _parity_errors(facts)
-
-
-def _parity_errors(facts: Mapping[str, HostFacts]) -> list[CpuppError]:
-    """Hosts that differ in vLLM, torch or model would fail after minutes, or answer wrongly (vllm #7846)."""
-    errors = []
-    for what, values, hint in (
-        ("vLLM", {n: f.engine.vllm for n, f in facts.items()}, "install one version everywhere"),
-        ("torch", {n: f.engine.torch.split("+")[0] for n, f in facts.items()}, "install one version everywhere"),
-        ("the model", {n: f.model.digest[:12] for n, f in facts.items()}, "copy one snapshot to every host"),
-    ):
-        if len({v for v in values.values() if v}) > 1:
-            table = ", ".join(f"{name}: {value}" for name, value in values.items())
-            errors.append(CpuppError("PARITY", f"{what} differs between hosts: {table}", hint=hint))
-    return errors
-
-
-def _port_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[CpuppError]:
-    head = spec.hosts[0].name
-    fact = facts.get(head)
-    errors = []
-    for port in fact.ports if fact else ():
-        key = "serve.port" if port.port == spec.serve.port else "network.master_port"
-        if not port.free:
-            holder = f" by {port.holder}" if port.holder else ""
-            errors.append(
-                CpuppError(
-                    "NET-PORT-TAKEN",
-                    f"host {head}: {key} {port.port} is taken{holder}",
-                    hint=f"stop that process, or choose another {key}",
-                )
-            )
-    if len(spec.hosts) > 1 and any(not h.local for h in spec.hosts) and is_loopback(spec.network.master_addr):
-        message = f"network.master_addr {spec.network.master_addr} is loopback, but there are {len(spec.hosts)} hosts"
-        errors.append(CpuppError("NET-MASTER-LOOPBACK", message, hint="leave master_addr out: cpupp finds it"))
-    return errors
-
-
-def _tensor_errors(spec: ClusterSpec, model: ModelFacts | None) -> list[CpuppError]:
-    tensor = spec.parallel.tensor
-    if model is None or model.num_heads % tensor == 0:
-        return []
-    valid = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0]
-    equation = f"heads({model.num_heads}) % tensor({tensor}) = {model.num_heads % tensor} != 0"
-    return [CpuppError("PLAN-TENSOR", equation, hint=f"tensor can be {', '.join(map(str, valid))} for this model")]
 
 
 def _host_kv(spec: ClusterSpec, host: HostSpec, default: int) -> int:
@@ -268,6 +210,7 @@ def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None) -> Hos
         ssh=host.ssh,
         local=host.local,
         python=(fact.engine.python if fact else "") or host.engine.python or spec.engine.python,
+        model=fact.model.path if fact and not fact.model.error else spec.model.path,
         vllm=fact.engine.vllm if fact else "",
         shim=fact is not None and fact.engine.distribution == "vllm-cpu",
         preload=tuple(path for path in preload if path),
@@ -287,61 +230,3 @@ def _nodes(grid: Grid, endpoints: Mapping[str, Endpoint]) -> tuple[NodePlan, ...
         )
         for seat in starts
     )
-
-
-def _warnings(
-    spec: ClusterSpec,
-    grid: Grid,
-    facts: Mapping[str, HostFacts],
-    cores: CorePlan,
-    groups: tuple[GroupPlan, ...],
-    endpoints: Mapping[str, Endpoint],
-) -> list[str]:
-    found = list(cores.warnings)
-    machines = memory_domains(tuple(h.name for h in spec.hosts), facts)
-    found += [f"{' and '.join(m)} are one machine: its cores and memory are divided" for m in machines if len(m) > 1]
-    found += _preload_warnings(facts)
-    for version in dict.fromkeys(f.engine.vllm for f in facts.values()):
-        if note := version_warning(version):
-            found.append(note)
-        if spec.engine.communicator == "stock" and grid.pipeline > 1:
-            faults = known_faults(version)
-            found += [f"communicator stock on vLLM {version}: {f.what} ({f.source})" for f in faults]
-    for group in groups:
-        if group.kind == "tp" and group.backend != "shm":
-            found.append(_tensor_cost(group, grid.seats))
-    for name, endpoint in endpoints.items():
-        if endpoint.interface and not spec.hosts[0].local and is_loopback(endpoint.address):
-            found.append(f"host {name}: its data plane is loopback")
-    return found
-
-
-def _preload_warnings(facts: Mapping[str, HostFacts]) -> list[str]:
-    found = []
-    for name, fact in facts.items():
-        if not fact.engine.tcmalloc:
-            found.append(f"host {name}: libtcmalloc not found: allocation is slower (Debian: libtcmalloc-minimal4)")
-        if not fact.engine.iomp and fact.arch == "x86_64":
-            found.append(f"host {name}: libiomp5 not found: threads run on gomp, slower (pip install intel-openmp)")
-    return found
-
-
-def _tensor_cost(group: GroupPlan, seats: tuple[Seat, ...]) -> str:
-    hosts = list(dict.fromkeys(seats[rank].host for rank in group.ranks))
-    return (
-        f"group {group.name} spans {', '.join(hosts)}: two all-reduces a layer cross the network for every token; "
-        "tensor inside hosts and pipeline across is faster"
-    )
-
-
-def _assumed(spec: ClusterSpec, facts: Mapping[str, HostFacts], num_layers: int | None) -> list[str]:
-    missing = [host.name for host in spec.hosts if host.name not in facts]
-    if not missing:
-        return []
-    found = [f"hosts {', '.join(missing)} were not asked: cores, addresses, versions and memory are unknown"]
-    found.append("entries with different names are taken as different machines")
-    if spec.network.master_port == "auto":
-        found.append(f"master port {ASSUMED_MASTER_PORT} (a free one is chosen on the head)")
-    if num_layers is None:
-        found.append("the model was not read: layers are unknown")
-    return found

@@ -13,8 +13,8 @@ from typing import Any
 from cpupp.plan.cluster import parse_ssh
 from cpupp.plan.command import OWNED_ARGS, OWNED_ENV
 from cpupp.plan.grid import equation
+from cpupp.plan.memory import KV_ENV
 from cpupp.plan.network import is_loopback
-from cpupp.plan.plan import KV_ENV
 from cpupp.plan.problems import Path, Problem, describe
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import CpuFacts, HostFacts
 from cpupp.plan.grid import Grid
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +33,39 @@ def plan_cores(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]) ->
     reserved: tuple[int, ...] = ()
     warnings: list[str] = []
     for hosts in _sharing_cpus(spec, facts):
-        ranks = [seat.rank for seat in grid.seats if seat.host in hosts]
-        pool = _pool([facts[h] for h in hosts], spec, hosts)
-        where = " and ".join(hosts)
-        if len(hosts) > 1:
-            warnings.append(f"{where} share their CPUs (one kernel): {len(pool)} cores divided over {len(ranks)} ranks")
-        shares, short = _divide(pool, ranks, spec, grid)
-        if short:
-            warnings.append(f"{where}: {len(ranks)} ranks on {len(pool)} core(s): ranks share cores and will be slow")
-        if 0 in shares:
-            shares[0], reserved, note = _reserve(shares[0], where)
-            warnings.extend(note)
-        cores.update(shares)
+        for names, pool in _pools(hosts, spec, facts):
+            ranks = [seat.rank for seat in grid.seats if seat.host in names]
+            where = " and ".join(names)
+            if len(names) > 1:
+                divided = f"{_num(pool)} divided over {len(ranks)} ranks"
+                warnings.append(f"{where} share their CPUs (one kernel): {divided}")
+            shares, short = _divide(pool, ranks)
+            if short:
+                warnings.append(f"{where}: {len(ranks)} ranks on {_num(pool)}: ranks share cores and will be slow")
+            if 0 in shares:
+                shares[0], reserved, note = _reserve(shares[0], where)
+                warnings.extend(note)
+            cores.update(shares)
     return CorePlan(cores=cores, reserved=reserved, warnings=tuple(warnings))
+
+
+def _num(pool: list[CpuFacts]) -> str:
+    return "1 core" if len(pool) == 1 else f"{len(pool)} cores"
+
+
+def _pools(
+    hosts: list[str], spec: ClusterSpec, facts: Mapping[str, HostFacts]
+) -> list[tuple[list[str], list[CpuFacts]]]:
+    """Hosts that may use the same CPUs take from one pool; where their CPUs overlap in part, each gets its own."""
+    allowed = {name: _allowed(name, spec, facts) for name in hosts}
+    if len({frozenset(cpus) for cpus in allowed.values()}) == 1:
+        return [(hosts, _pool([facts[name] for name in hosts], allowed[hosts[0]]))]
+    slots = {host.name: host.slots for host in spec.hosts}
+    own: dict[str, set[int]] = {name: set() for name in hosts}
+    for cpu in sorted(set().union(*allowed.values())):
+        takers = [name for name in hosts if cpu in allowed[name]]
+        own[min(takers, key=lambda name: len(own[name]) / slots[name])].add(cpu)
+    return [([name], _pool([facts[name]], own[name])) for name in hosts]
 
 
 def _sharing_cpus(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[list[str]]:
@@ -69,14 +92,11 @@ def _allowed(name: str, spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> se
     return cpus & set(host.cores) if host.cores else cpus
 
 
-def _pool(facts: list[HostFacts], spec: ClusterSpec, hosts: list[str]) -> list[CpuFacts]:
-    """One hardware thread of each physical core that any of these hosts may use, NUMA node by NUMA node."""
+def _pool(facts: list[HostFacts], allowed: set[int]) -> list[CpuFacts]:
+    """One hardware thread of each physical core among `allowed`, NUMA node by NUMA node, within the cgroups' quota."""
     seen: dict[tuple[int, int], CpuFacts] = {}
-    for name, fact in zip(hosts, facts, strict=True):
-        allowed = _allowed(name, spec, {name: fact})
-        for cpu in sorted(fact.cpus, key=lambda c: c.cpu):
-            if cpu.cpu in allowed:
-                seen.setdefault((cpu.socket, cpu.core), cpu)
+    for cpu in sorted((cpu for fact in facts for cpu in fact.cpus if cpu.cpu in allowed), key=lambda c: c.cpu):
+        seen.setdefault((cpu.socket, cpu.core), cpu)
     pool = sorted(seen.values(), key=lambda c: (c.numa, c.socket, c.core))
     quotas = [f.cpu_quota for f in facts if f.cpu_quota is not None]
     if quotas and len(quotas) == len(facts):
@@ -84,20 +104,41 @@ def _pool(facts: list[HostFacts], spec: ClusterSpec, hosts: list[str]) -> list[C
     return pool
 
 
-def _divide(
-    pool: list[CpuFacts], ranks: list[int], spec: ClusterSpec, grid: Grid
-) -> tuple[dict[int, tuple[int, ...]], bool]:
+def _divide(pool: list[CpuFacts], ranks: list[int]) -> tuple[dict[int, tuple[int, ...]], bool]:
+    """Give each rank its own cores, inside one NUMA node where the ranks are as many as the nodes or more."""
     if len(pool) < len(ranks):
         return {r: (pool[i % len(pool)].cpu,) if pool else () for i, r in enumerate(ranks)}, True
-    base, extra = divmod(len(pool), len(ranks))
+    nodes = [[c.cpu for c in pool if c.numa == n] for n in dict.fromkeys(c.numa for c in pool)]
     shares: dict[int, tuple[int, ...]] = {}
+    if len(ranks) < len(nodes):
+        for chunk, rank in zip(_chunks(nodes, len(ranks)), ranks, strict=True):
+            shares[rank] = tuple(sorted(cpu for node in chunk for cpu in node))
+        return shares, False
     start = 0
-    for index, rank in enumerate(ranks):
-        # The last ranks take the odd cores: rank 0 gives one away already.
-        size = base + (1 if index >= len(ranks) - extra else 0)
-        shares[rank] = tuple(sorted(c.cpu for c in pool[start : start + size]))
-        start += size
+    for cpus, num in zip(nodes, _ranks_per_node([len(n) for n in nodes], len(ranks)), strict=True):
+        for rank, chunk in zip(ranks[start : start + num], _chunks(cpus, num), strict=True):
+            shares[rank] = tuple(sorted(chunk))
+        start += num
     return shares, False
+
+
+def _chunks(items: list[T], num: int) -> list[list[T]]:
+    """Split into `num` runs; the last ones take what is over: rank 0 gives a core away already."""
+    if num == 0:
+        return []
+    base, extra = divmod(len(items), num)
+    sizes = [base + (1 if index >= num - extra else 0) for index in range(num)]
+    starts = [sum(sizes[:index]) for index in range(num)]
+    return [items[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _ranks_per_node(sizes: list[int], num_ranks: int) -> list[int]:
+    """How many ranks each NUMA node takes: one more at a time to the node that then has most cores a rank."""
+    counts = [0] * len(sizes)
+    for _ in range(num_ranks):
+        room = [size / (count + 1) if count < size else 0.0 for size, count in zip(sizes, counts, strict=True)]
+        counts[room.index(max(room))] += 1
+    return counts
 
 
 def _reserve(share: tuple[int, ...], where: str) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:

@@ -1,0 +1,98 @@
+"""What a plan says beside itself: warnings (it works, but costs or surprises) and assumptions (nobody observed it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cpupp.plan.backend import GroupPlan, memory_domains
+from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.facts import HostFacts
+from cpupp.plan.grid import Grid, Seat
+from cpupp.plan.memory import KV_ENV
+from cpupp.plan.network import Endpoint, everything_is_here, is_container_bridge, is_loopback
+from cpupp.plan.threads import CorePlan
+from cpupp.plan.versions import known_faults, version_warning
+
+ASSUMED_MASTER_PORT = 29500
+
+
+def plan_warnings(
+    spec: ClusterSpec,
+    grid: Grid,
+    facts: Mapping[str, HostFacts],
+    cores: CorePlan,
+    groups: tuple[GroupPlan, ...],
+    endpoints: Mapping[str, Endpoint],
+) -> list[str]:
+    """Everything that works but costs or surprises, in the order of the plan's page."""
+    found = list(cores.warnings)
+    machines = memory_domains(spec, tuple(h.name for h in spec.hosts), facts)
+    found += [f"{' and '.join(m)} are one machine: its cores and memory are divided" for m in machines if len(m) > 1]
+    found += _preload_warnings(facts)
+    for version in dict.fromkeys(f.engine.vllm for f in facts.values()):
+        if note := version_warning(version):
+            found.append(note)
+        if spec.engine.communicator == "stock" and grid.pipeline > 1:
+            faults = known_faults(version)
+            found += [f"communicator stock on vLLM {version}: {f.what} ({f.source})" for f in faults]
+    for group in groups:
+        if group.kind == "tp" and group.backend != "shm":
+            found.append(_tensor_cost(group, grid.seats))
+    for name, endpoint in endpoints.items():
+        if name in facts and len(spec.hosts) > 1:
+            found += _endpoint_warnings(spec, name, endpoint)
+    found += _kv_warnings(spec)
+    return found
+
+
+def _endpoint_warnings(spec: ClusterSpec, name: str, endpoint: Endpoint) -> list[str]:
+    if is_container_bridge(endpoint.interface):
+        where = f"{endpoint.address} is on {endpoint.interface}, a bridge of containers or VMs"
+        return [f"host {name}: {where}: such addresses repeat on every host and lead nowhere"]
+    if is_loopback(endpoint.address) and not everything_is_here(spec):
+        return [f"host {name}: its data plane is loopback: no other machine can join"]
+    return []
+
+
+def _kv_warnings(spec: ClusterSpec) -> list[str]:
+    own = {host.name: host.engine.env[KV_ENV] for host in spec.hosts if KV_ENV in host.engine.env}
+    if len(set(own.values())) + (len(own) < len(spec.hosts)) < 2:
+        return []
+    table = ", ".join(f"{name}: {size} GiB" for name, size in own.items())
+    return [f"{KV_ENV} differs between hosts ({table}): vLLM uses the smallest number of blocks everywhere"]
+
+
+def _preload_warnings(facts: Mapping[str, HostFacts]) -> list[str]:
+    found = []
+    for name, fact in facts.items():
+        if fact.engine.error:
+            continue
+        if not fact.engine.tcmalloc:
+            found.append(f"host {name}: libtcmalloc not found: allocation is slower (Debian: libtcmalloc-minimal4)")
+        if not fact.engine.iomp and fact.arch == "x86_64":
+            found.append(f"host {name}: libiomp5 not found: threads run on gomp, slower (pip install intel-openmp)")
+    return found
+
+
+def _tensor_cost(group: GroupPlan, seats: tuple[Seat, ...]) -> str:
+    hosts = list(dict.fromkeys(seats[rank].host for rank in group.ranks))
+    return (
+        f"group {group.name} spans {', '.join(hosts)}: two all-reduces a layer cross the network for every token; "
+        "tensor inside hosts and pipeline across is faster"
+    )
+
+
+def assumptions(spec: ClusterSpec, facts: Mapping[str, HostFacts], num_layers: int | None) -> list[str]:
+    """What nobody observed: the plan takes it as given."""
+    missing = [host.name for host in spec.hosts if host.name not in facts]
+    if not missing:
+        return []
+    who = f"host {missing[0]} was" if len(missing) == 1 else f"hosts {', '.join(missing)} were"
+    found = [f"{who} not asked: cores, addresses, versions and memory are unknown"]
+    if len(spec.hosts) > 1:
+        found.append("entries are different machines, unless they are reached in the same way")
+    if spec.network.master_port == "auto" and spec.hosts[0].name in missing:
+        found.append(f"master port {ASSUMED_MASTER_PORT} (a launch takes a free one of the head)")
+    if num_layers is None:
+        found.append("the model was not read: layers are unknown (model.num_layers can say how many)")
+    return found

