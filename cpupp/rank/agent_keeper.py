@@ -237,7 +237,7 @@ def main(sources: dict[str, str]) -> int:
         piece = os.read(control, 65536)
         if not piece:
             return 1  # the agent ended before it had anything to keep
-        data += piece
+        data = (data + piece).lstrip(b"\n")  # an empty line is the agent's sign of life, which may come first
     order, _, rest = data.partition(b"\n")
     keeper = Keeper(json.loads(order), control)
     keeper.buffer = rest
