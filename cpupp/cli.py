@@ -74,7 +74,7 @@ def launch(
 
         started = time.monotonic()
         spec = _load(file)
-        with _connected(spec, signals) as (sessions, facts):
+        with _connected(spec, signals, grace_s=grace) as (sessions, facts):
             plan, commands = _make_plan(spec, facts)
             _show_plan(plan, commands)
             result = _run(plan, commands, sessions, signals, started, timeout, ask, max_tokens, grace)
@@ -212,12 +212,14 @@ def _load(file: str) -> ClusterSpec:
 
 
 @contextmanager
-def _connected(spec: ClusterSpec, signals: Signals) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _connected(
+    spec: ClusterSpec, signals: Signals, **options: Any
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Open a session to every host and ask each for its facts; the sessions are closed at the end, whatever happens."""
     from cpupp.launch.probe import probe_hosts
     from cpupp.launch.session import open_sessions
 
-    sessions = signals.wait(lambda: open_sessions(spec))
+    sessions = signals.wait(lambda: open_sessions(spec, **options))
     try:
         yield sessions, signals.wait(lambda: probe_hosts(spec, sessions))
     finally:

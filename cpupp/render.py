@@ -19,6 +19,7 @@ CONTRACT = 1
 """Version of the JSON envelope: it changes when a field is removed or changes its meaning."""
 
 WIDTH = 120
+UNWRAPPED = 100_000
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
@@ -151,5 +152,5 @@ def error_page(errors: Sequence[CpuppError], width: int = WIDTH) -> Page:
 
 
 def print_errors(errors: Sequence[CpuppError]) -> None:
-    """Write errors to stderr."""
-    error_page(errors, page_width(sys.stderr)).show(sys.stderr)
+    """Write errors to stderr: wrapped on a terminal, one line each in a file, where people search."""
+    error_page(errors, page_width(sys.stderr) if sys.stderr.isatty() else UNWRAPPED).show(sys.stderr)

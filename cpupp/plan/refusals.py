@@ -68,7 +68,8 @@ def port_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[Cpupp
     for port in fact.ports if fact else ():
         key = "serve.port" if port.port == spec.serve.port else "network.master_port"
         if not port.free:
-            holder = f" by {port.holder}" if port.holder else ""
+            process = port.holder.startswith("pid ")
+            holder = f" by {port.holder}" if process else f" ({port.holder})" if port.holder else ""
             errors.append(
                 CpuppError(
                     "NET-PORT-TAKEN",

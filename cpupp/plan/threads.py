@@ -111,8 +111,8 @@ def _divide(pool: list[CpuFacts], ranks: list[int]) -> tuple[dict[int, tuple[int
     nodes = [[c.cpu for c in pool if c.numa == n] for n in dict.fromkeys(c.numa for c in pool)]
     shares: dict[int, tuple[int, ...]] = {}
     if len(ranks) < len(nodes):
-        for chunk, rank in zip(_chunks(nodes, len(ranks)), ranks, strict=True):
-            shares[rank] = tuple(sorted(cpu for node in chunk for cpu in node))
+        for several, rank in zip(_chunks(nodes, len(ranks)), ranks, strict=True):
+            shares[rank] = tuple(sorted(cpu for node in several for cpu in node))
         return shares, False
     start = 0
     for cpus, num in zip(nodes, _ranks_per_node([len(n) for n in nodes], len(ranks)), strict=True):

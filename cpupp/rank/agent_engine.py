@@ -45,6 +45,8 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 def engine_facts(python: str, children: Children) -> dict[str, str]:
     """Ask the engine's Python for its versions and find the libraries to preload (see EngineFacts)."""
     path = os.path.expanduser(python)
+    if "/" in path:  # it is run from `/`; a bare name is searched on the PATH
+        path = os.path.abspath(path)
     facts = dict.fromkeys(("python_version", "vllm", "distribution", "torch", "tcmalloc", "iomp", "error"), "")
     facts["python"] = path
     facts["tcmalloc"] = find_library(("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"), [])
