@@ -1,0 +1,61 @@
+"""For every test: the marker of its layer, and the proof that it left nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import leaks, need
+from tests.testbed.processes import OrphanWatch
+
+TESTS = Path(__file__).parent
+LAYERS = ("unit", "integration", "e2e")
+
+# A test host has a /tmp of its own, so what tests and hosts share (tmp_path) must live elsewhere.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with the name of the folder that it is in."""
+    for item in items:
+        layer = item.path.relative_to(TESTS).parts[0]
+        if layer in LAYERS:
+            item.add_marker(layer)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def orphan_watch() -> Iterator[OrphanWatch]:
+    """Knows the processes that tests start and lose. At the very end, everything must be gone."""
+    watch = OrphanWatch()
+    watch.start()
+    before = leaks.files()
+    yield watch
+    left = [f"process {process}" for process in leaks.end_orphans(watch)]
+    left += [f"process {process}" for process in leaks.own_children()]
+    left += leaks.beds_left()
+    files = [f"file {path}" for path in leaks.new_files(before)]
+    if os.environ.get(leaks.SHARED_MACHINE):
+        print("".join(f"\nnew while the tests ran, by us or by others: {file}" for file in files))
+    else:
+        left += files
+    watch.stop()
+    if left:
+        pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_orphans(orphan_watch: OrphanWatch) -> Iterator[None]:
+    """Names the test that lost a process, so that nobody has to search for it."""
+    yield
+    if left := leaks.end_orphans(orphan_watch):
+        lines = "\n  ".join(map(str, left))
+        pytest.fail(f"processes that this test left behind (killed now):\n  {lines}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def test_hosts() -> None:
+    """For tests that make hosts: skips them where that is impossible, and fails them there on CI."""
+    need.need_hosts()
