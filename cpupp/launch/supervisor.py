@@ -232,8 +232,9 @@ class Supervisor:
 
     def _output(self, node: int, host: str, data: str, at: float) -> list[Event]:
         lines = self._logs[node].feed(data)
-        for line in lines:
-            self.view.log(node, host, line)
+        if not self._stopping:  # what ranks say while they are stopped is in the log, and no news
+            for line in lines:
+                self.view.log(node, host, line)
         return [Logged(at=at, node_rank=node, line=line) for line in lines]
 
     def _reported(self, node: int, line: str, at: float) -> list[Event]:

@@ -16,7 +16,7 @@ from cpupp.errors import ExitCode
 from cpupp.plan.backend import GroupPlan
 from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport, Report
 from cpupp.plan.plan import Plan
-from cpupp.plan.versions import phase_of
+from cpupp.plan.versions import AFTER_JOINING, JOINED, phase_of
 
 SETTLE = 1.5
 """After the first sign of failure, how long the others may still speak before the first failure is named: the rank that
@@ -359,11 +359,10 @@ def _answered(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 
 
 def _logged(state: State, node_rank: int, line: str, now: float) -> State:
-    phase = phase_of(line)
-    node = state.nodes[node_rank]
-    if phase is None or node.phase == phase or node.exit_code is not None:
+    phase = phase_of(line, state.nodes[node_rank].phase)
+    if phase is None:
         return state
-    if phase == "weights loaded" and state.loaded_since is None:
+    if phase in AFTER_JOINING and state.loaded_since is None:
         state = replace(state, loaded_since=now)
     return _with_node(state, node_rank, phase=phase, since=now)
 
@@ -380,7 +379,7 @@ def _reported(state: State, node_rank: int, report: Report, now: float) -> tuple
             wrong = mismatch(state.expected.get(key), report)
             if wrong is None:
                 state = replace(state, announced=state.announced | {key})
-                return _with_node(state, node_rank, phase="joined its groups", since=now), ()
+                return _with_node(state, node_rank, phase=JOINED, since=now), ()
             failure = _node_failure(state, node_rank, "INJECTION-MISMATCH", wrong, (report.rank,))
             return _fail(state, failure, now), ()
 

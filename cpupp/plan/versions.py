@@ -59,19 +59,26 @@ KNOWN_FAULTS = (
     ),
 )
 
-PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("importing vLLM", re.compile(r"vllm serve|vLLM API server version|non-default args")),
-    ("starting the engine", re.compile(r"Initializing a V1 LLM engine|Waiting for \d+ local|EngineCore")),
-    ("starting the worker", re.compile(r"world_size=\d+ rank=\d+|init_distributed|distributed_init_method")),
-    ("loading weights", re.compile(r"Starting to load model|Loading safetensors|Loading model weights")),
+JOINED = "joined its groups"
+PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
+    ("waiting", None),
+    ("started, importing", None),
+    ("reading the model's configuration", re.compile(r"non-default args|Resolved architecture")),
+    ("starting engine and workers", re.compile(r"Initializing a V1 LLM engine|OpenMP thread binding info")),
+    ("joining the other ranks", re.compile(r"world_size=\d+ rank=\d+")),
+    (JOINED, None),
+    ("loading weights", re.compile(r"Starting to load model")),
     ("weights loaded", re.compile(r"Loading weights took|Model loading took")),
-    ("compiling", re.compile(r"Compiling|Dynamo bytecode|torch\.compile|Cache the graph")),
-    ("warming up", re.compile(r"Warming up model|warmup")),
-    ("allocating the KV cache", re.compile(r"KV cache size|GiB\) for KV cache|GPU KV cache|CPU KV cache")),
-    ("starting the API", re.compile(r"Starting vLLM API server|Started server process|Waiting for application")),
+    ("compiling", re.compile(r"Dynamo bytecode transform|[Cc]ompiling (a |the )?(graph|model)|torch\.compile takes")),
+    ("warming up", re.compile(r"Warming up model|[Ww]arming up")),
+    ("warmed up", re.compile(r"Warming up done|for KV cache|KV cache size")),
+    ("starting the API", re.compile(r"Starting vLLM (API )?server|Started server process")),
     ("serving", re.compile(r"Application startup complete")),
 )
-"""What a rank's log line says it is doing now: vLLM 0.18 to 0.32, the first match counts."""
+"""What a vLLM node is doing, in the order of a start, and the log line (vLLM 0.18 to 0.32) that says so where one does."""
+
+AFTER_JOINING = ("weights loaded", "compiling", "warming up", "warmed up", "starting the API", "serving")
+"""Phases that no rank can reach before it has joined, and so announced, its groups."""
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:
@@ -106,9 +113,12 @@ def too_old(version: str) -> str | None:
     return f"vLLM {version} is older than {_text(OLDEST)}, the oldest that cpupp supports"
 
 
-def phase_of(line: str) -> str | None:
-    """What the rank that wrote this log line is doing now, or None when the line does not say."""
-    return next((name for name, pattern in PHASES if pattern.search(line)), None)
+def phase_of(line: str, now: str = "waiting") -> str | None:
+    """What the vLLM node that wrote this line does, if that is later in a start than `now`; else None."""
+    names = [name for name, _ in PHASES]
+    reached = names.index(now) if now in names else len(names)
+    later = PHASES[reached + 1 :]
+    return next((name for name, pattern in reversed(later) if pattern is not None and pattern.search(line)), None)
 
 
 def _text(version: tuple[int, int, int]) -> str:

@@ -145,11 +145,18 @@ def shm_files(owned_only: bool = True) -> dict[str, tuple[int, int]]:
 
 
 def shm_in_use(pids: Iterable[int], device: int) -> set[tuple[int, int]]:
-    """Return device and inode of the files on the /dev/shm device that the processes map or hold open."""
+    """Return device and inode of the files on the /dev/shm device that belong to the processes.
+
+    Those are the ones that they map or hold open, and the marks of Intel's OpenMP library, which it neither maps nor
+    holds after its start, and leaves behind when its process is killed.
+    """
     found: set[tuple[int, int]] = set()
     for pid in pids:
         found |= _mapped(pid, device)
         found |= _opened(pid, device)
+        with contextlib.suppress(OSError):
+            state = os.stat(f"{SHM}/__KMP_REGISTERED_LIB_{pid}_{os.getuid()}")
+            found.add((state.st_dev, state.st_ino))
     return found
 
 
