@@ -157,6 +157,52 @@ def _plan(command: str, file: str, *, offline: bool, as_json: bool) -> None:
             plan_page(made, commands, page_width(sys.stdout)).show(sys.stdout)
 
 
+@app.command()
+def doctor(
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="The cluster file; without it, this machine.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Check the hosts of a cluster file, or this machine, without loading a model."""
+    with _guard("doctor", as_json), _signals() as signals:
+        from cpupp.plan.diagnose import diagnose
+        from cpupp.render import page_width, print_envelope
+        from cpupp.render_report import report_data, report_page
+
+        spec = _this_machine() if file is None else _load(file)
+        facts, failures = signals.wait(lambda: _examine(spec))
+        report = diagnose(None if file is None else spec, facts, failures)
+        ok = report.count("error") == 0
+        if as_json:
+            print_envelope("doctor", ok=ok, data=report_data(report, facts))
+        else:
+            title = "this machine" if file is None else f"cluster {spec.name}, {len(spec.hosts)} hosts"
+            report_page(title, report, facts, page_width(sys.stdout)).show(sys.stdout)
+        raise typer.Exit(int(ExitCode.OK if ok else ExitCode.FINDINGS))
+
+
+def _this_machine() -> ClusterSpec:
+    from cpupp.plan.cluster import ClusterSpec
+
+    here = {"name": "here", "local": True}
+    engine = {"python": sys.executable}
+    return ClusterSpec.model_validate({"name": "here", "model": {"path": "."}, "hosts": [here], "engine": engine})
+
+
+def _examine(spec: ClusterSpec) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+    """Ask every host that can be reached; return facts, and for the others what went wrong and a hint."""
+    from cpupp.launch.probe import probe_all
+    from cpupp.launch.session import connect_all
+
+    sessions, errors = connect_all(spec)
+    try:
+        facts, later = probe_all(spec, sessions)
+    finally:
+        _close(sessions)
+    return facts, {error.where: (error.message, error.hint) for error in [*errors, *later]}
+
+
 @contextmanager
 def _guard(command: str, as_json: bool) -> Iterator[None]:
     """Turn every error into text or an envelope, and an exit code; no traceback without --debug."""

@@ -17,6 +17,9 @@ from cpupp.render import WIDTH, Page
 
 MAX_PAIRS = 8
 """Links of one transport and reason that a page lists one by one; --json lists all."""
+MAX_REASONS = 4
+"""Beyond this number, reasons that differ in the hosts' names alone are told once."""
+_TWO_MACHINES = re.compile(r"^\S+ and \S+ (are|assumed to be) two machines")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 
@@ -26,7 +29,7 @@ def plan_page(plan: Plan, commands: Sequence[RankCommand], width: int = WIDTH, *
     _summary(page, plan)
     _hosts(page, plan)
     _ranks(page, plan)
-    _groups(page, plan.groups)
+    add_groups(page, plan.groups)
     if with_commands:
         _commands(page, commands)
     _notes(page, plan)
@@ -117,27 +120,34 @@ def _rank_row(rank: RankPlan) -> tuple[str, ...]:
     )
 
 
-def _groups(page: Page, groups: Sequence[GroupPlan]) -> None:
+def add_groups(page: Page, groups: Sequence[GroupPlan]) -> None:
+    """Add every group: ranks, backend, and its links bundled by transport and reason."""
     page.heading("Groups")
     if not groups:
         page.line("  none: one rank talks to nobody")
     for group in groups:
-        ranks = ", ".join(map(str, group.ranks))
+        ranks = ", ".join(map(str, group.ranks)) if len(group.ranks) <= MAX_PAIRS else _ranks_text(group.ranks)
         page.line(f"  {group.name}  ranks {ranks}  backend {group.backend}", _BACKEND_STYLE[group.backend])
-        for transport, reason, pairs in _bundles(group):
+        for transport, reason, pairs in link_bundles(group):
             page.prose(f"{pairs}  {transport}: {reason}", indent="       ")
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    step = ranks[1] - ranks[0]
+    return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step > 1 else "")
 
 
 _BACKEND_STYLE = {"shm": "green", "gloo": "cyan", "mixed": "yellow"}
 
 
-def _bundles(group: GroupPlan) -> list[tuple[str, str, str]]:
+def link_bundles(group: GroupPlan) -> list[tuple[str, str, str]]:
     """Links of equal transport and reason as one entry; `0<->1` are the two directions of a pair."""
-    pairs: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
+    pairs: dict[tuple[str, str], dict[tuple[int, int], None]] = {}
+    many = len({link.reason for link in group.links}) > MAX_REASONS
     for link in group.links:
         pair = (min(link.src, link.dst), max(link.src, link.dst))
-        bundle = pairs.setdefault((link.transport, link.reason), {})
-        bundle[pair] = bundle.get(pair, 0) + 1
+        reason = _TWO_MACHINES.sub("two machines each", link.reason) if many else link.reason
+        pairs.setdefault((link.transport, reason), {})[pair] = None
     found = []
     for (transport, reason), bundle in pairs.items():
         names = [f"{a}<->{b}" for a, b in list(bundle)[:MAX_PAIRS]]

@@ -48,11 +48,19 @@ class GroupPlan:
     links: tuple[LinkPlan, ...]
 
 
-def same_memory(spec: ClusterSpec, a: str, b: str, facts: Mapping[str, HostFacts]) -> Verdict:
-    """Decide whether hosts `a` and `b` (names of the cluster file) share memory, as far as the facts prove it."""
+def ways_in(spec: ClusterSpec) -> dict[str, str]:
+    """How each host is reached: without facts, two entries that are reached in one way are taken as one machine."""
+    return {host.name: "this machine" if host.ssh is None else host.ssh for host in spec.hosts}
+
+
+def same_memory(ways: Mapping[str, str], a: str, b: str, facts: Mapping[str, HostFacts]) -> Verdict:
+    """Decide whether hosts `a` and `b` (names of the cluster file) share memory, as far as the facts prove it.
+
+    ways: of `ways_in`, used where facts are missing.
+    """
     one, two = facts.get(a), facts.get(b)
     if one is None or two is None:
-        return _assumed(spec, a, b)
+        return _assumed(ways, a, b)
     if not (one.shm.writable and two.shm.writable):
         bad = a if not one.shm.writable else b
         return Verdict(shared=False, reason=f"/dev/shm of {bad} is not writable")
@@ -68,11 +76,9 @@ def same_memory(spec: ClusterSpec, a: str, b: str, facts: Mapping[str, HostFacts
     return Verdict(shared=True, reason=f"{a} and {b} are one machine (boot id, /dev/shm device, nonce read)")
 
 
-def _assumed(spec: ClusterSpec, a: str, b: str) -> Verdict:
-    """Without facts: one entry, or two entries with one way in, are one machine; everything else is two."""
+def _assumed(ways: Mapping[str, str], a: str, b: str) -> Verdict:
     if a == b:
         return Verdict(shared=True, reason=f"both on host {a}", assumed=True)
-    ways = {host.name: "this machine" if host.local else host.ssh for host in spec.hosts}
     if ways[a] == ways[b]:
         return Verdict(shared=True, reason=f"{a} and {b} are both {ways[a]} (assumed one machine)", assumed=True)
     return Verdict(shared=False, reason=f"{a} and {b} assumed to be two machines", assumed=True)
@@ -82,9 +88,10 @@ def memory_domains(
     spec: ClusterSpec, names: tuple[str, ...], facts: Mapping[str, HostFacts]
 ) -> tuple[tuple[str, ...], ...]:
     """Group host names that share memory, in the order given; hosts that share with nobody stand alone."""
+    ways = ways_in(spec)
     domains: list[list[str]] = []
     for name in names:
-        home = next((d for d in domains if all(same_memory(spec, other, name, facts).shared for other in d)), None)
+        home = next((d for d in domains if all(same_memory(ways, other, name, facts).shared for other in d)), None)
         if home is None:
             domains.append([name])
         else:
@@ -103,6 +110,7 @@ def _plan_group(
 ) -> GroupPlan:
     domains = memory_domains(spec, tuple(dict.fromkeys(hosts[r] for r in group.ranks)), facts)
     size = {h: sum(hosts[r] in d for r in group.ranks) for d in domains for h in d}
+    ways = ways_in(spec)
     verdicts: dict[tuple[str, str], Verdict] = {}
     links = []
     for src in group.ranks:
@@ -111,7 +119,7 @@ def _plan_group(
                 # One sentence for both directions: the lower rank's host is named first.
                 pair = (hosts[min(src, dst)], hosts[max(src, dst)])
                 if pair not in verdicts:
-                    verdicts[pair] = _link_verdict(spec, *pair, size[pair[0]], facts)
+                    verdicts[pair] = _link_verdict(spec, ways, *pair, size[pair[0]], facts)
                 verdict = verdicts[pair]
                 transport = "shm" if verdict.shared else "gloo"
                 links.append(LinkPlan(src=src, dst=dst, transport=transport, reason=verdict.reason))
@@ -127,10 +135,12 @@ def _plan_group(
     )
 
 
-def _link_verdict(spec: ClusterSpec, a: str, b: str, num_sharing: int, facts: Mapping[str, HostFacts]) -> Verdict:
+def _link_verdict(
+    spec: ClusterSpec, ways: Mapping[str, str], a: str, b: str, num_sharing: int, facts: Mapping[str, HostFacts]
+) -> Verdict:
     if spec.network.backend == "gloo":
         return Verdict(shared=False, reason="network.backend is gloo")
-    verdict = same_memory(spec, a, b, facts)
+    verdict = same_memory(ways, a, b, facts)
     if verdict.shared and num_sharing > MAX_SHM_RANKS:
         return Verdict(shared=False, reason=f"{num_sharing} ranks share memory, vLLM's SHM holds {MAX_SHM_RANKS}")
     return verdict

@@ -1,0 +1,84 @@
+"""What doctor's checks produce, and the registry that they enter: one function a check, with its code.
+
+A check reads a `Case` and yields findings; it never raises for what a host or a file may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.facts import HostFacts
+
+SEVERITIES = ("ok", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing found. severity: `ok`, `warning` or `error`; host: empty for the whole cluster.
+
+    title: one line; evidence: what was read and where; cause: why it matters; fix: what to do, a command where there is
+    one. cause and fix are empty when nothing is wrong.
+    """
+
+    code: str
+    severity: str
+    host: str
+    title: str
+    evidence: str = ""
+    cause: str = ""
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a check may look at. spec: None when this machine is examined without a cluster file.
+
+    failures: host -> (what went wrong, hint) of the hosts that could not be asked.
+    """
+
+    spec: ClusterSpec | None
+    facts: Mapping[str, HostFacts]
+    failures: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check of the catalogue: its code, what it is about, and the function that yields its findings."""
+
+    code: str
+    about: str
+    run: Callable[[Case], Iterator[Finding]]
+
+
+CHECKS: dict[str, Check] = {}
+"""The catalogue, in the order in which findings are shown."""
+
+
+def check(
+    code: str, about: str
+) -> Callable[[Callable[[Case], Iterator[Finding]]], Callable[[Case], Iterator[Finding]]]:
+    """Register a function as the check `code`; its findings get that code."""
+
+    def register(run: Callable[[Case], Iterator[Finding]]) -> Callable[[Case], Iterator[Finding]]:
+        assert code not in CHECKS
+        CHECKS[code] = Check(code=code, about=about, run=run)
+        return run
+
+    return register
+
+
+def ok(host: str, title: str, evidence: str = "") -> Finding:
+    """A finding that says what is right."""
+    return Finding(code="", severity="ok", host=host, title=title, evidence=evidence)
+
+
+def warning(host: str, title: str, *, evidence: str, cause: str, fix: str) -> Finding:
+    """A finding that costs or surprises, but does not prevent a run."""
+    return Finding(code="", severity="warning", host=host, title=title, evidence=evidence, cause=cause, fix=fix)
+
+
+def error(host: str, title: str, *, evidence: str, cause: str, fix: str) -> Finding:
+    """A finding that prevents a run, or makes it fail or answer wrongly."""
+    return Finding(code="", severity="error", host=host, title=title, evidence=evidence, cause=cause, fix=fix)

@@ -1,0 +1,83 @@
+"""A doctor's report as a page, and as the `data` of the envelope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from cpupp.plan.diagnose import Report
+from cpupp.plan.facts import HostFacts
+from cpupp.plan.findings import Finding
+from cpupp.render import WIDTH, Page
+from cpupp.render_plan import add_groups, count, gib, groups_data
+
+_STYLE = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def report_page(title: str, report: Report, facts: Mapping[str, HostFacts], width: int = WIDTH) -> Page:
+    """Lay out a report: the hosts, what is wrong, what is right, the groups, the sum."""
+    page = Page(width)
+    page.line(f"doctor: {title}", "bold")
+    if facts:
+        page.heading("Hosts")
+        page.table(
+            ("host", "hostname", "CPUs", "NUMA", "memory", "/dev/shm", "Python", "torch", "vLLM"),
+            [_host_row(name, fact) for name, fact in facts.items()],
+        )
+    for severity, heading in (("error", "Errors"), ("warning", "Warnings")):
+        wrong = [finding for finding in report.findings if finding.severity == severity]
+        if wrong:
+            page.heading(heading)
+            for finding in wrong:
+                _wrong(page, finding)
+    right = [finding for finding in report.findings if finding.severity == "ok"]
+    if right:
+        page.heading("In order")
+        page.table(("check", "host", "found", "evidence"), [(f.code, f.host, f.title, f.evidence) for f in right])
+    if report.groups:
+        add_groups(page, report.groups)
+    page.line()
+    page.line(summary(report), _STYLE[_worst(report)])
+    return page
+
+
+def _host_row(name: str, fact: HostFacts) -> tuple[str, ...]:
+    return (
+        name,
+        fact.hostname,
+        str(len(fact.cpus)),
+        str(len({cpu.numa for cpu in fact.cpus})),
+        gib(fact.memory_total),
+        gib(fact.shm.size),
+        fact.engine.python_version,
+        fact.engine.torch,
+        fact.engine.vllm,
+    )
+
+
+def _wrong(page: Page, finding: Finding) -> None:
+    host = f"{finding.host}: " if finding.host else ""
+    page.prose(f"{host}{finding.title}", hang=f"{finding.code}  ", style=_STYLE[finding.severity])
+    for name, text in (("evidence", finding.evidence), ("cause", finding.cause), ("fix", finding.fix)):
+        if text:
+            page.prose(" ".join(text.split()), indent="    ", hang=f"{name}: ".ljust(10))
+
+
+def _worst(report: Report) -> str:
+    return "error" if report.count("error") else "warning" if report.count("warning") else "ok"
+
+
+def summary(report: Report) -> str:
+    """`2 errors, 1 warning, 14 in order`."""
+    parts = [count(report.count("error"), "error"), count(report.count("warning"), "warning")]
+    return f"{', '.join(parts)}, {report.count('ok')} in order"
+
+
+def report_data(report: Report, facts: Mapping[str, HostFacts]) -> dict[str, Any]:
+    """The report as JSON values; `hosts` has all facts."""
+    return {
+        "findings": [asdict(finding) for finding in report.findings],
+        "groups": groups_data(report.groups),
+        "hosts": {name: asdict(fact) for name, fact in facts.items()},
+    }
