@@ -266,6 +266,8 @@ class AgentSession:
             pending, self._pending = self._pending, {}
         for future in pending.values():
             future.set_exception(self._lost_error("request"))
+        if self._connection is not None and not self._closing.is_set():
+            self._connection.close()  # a sender may be stuck in it
         if not self._closing.is_set():
             self.on_event(self.host, {"event": "lost", "reason": reason})
 

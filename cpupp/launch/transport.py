@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Protocol
@@ -153,8 +154,9 @@ class LocalConnection:
             self._in.close()
 
     def close(self) -> None:
-        """Close all pipes; the agent ends by itself. Waits briefly so that no zombie stays."""
+        """Close all pipes; the agent ends by itself, and a thread waits for it so that no zombie stays."""
         self.send_end()
-        self.exit_status(0.5)
+        if self.exit_status(0.5) is None:
+            threading.Thread(target=self.process.wait, name="agent-end", daemon=True).start()
         for pipe in (self._out, self._err):
             pipe.close()

@@ -20,10 +20,11 @@ GONE_S = 10.0  # the promise: from the order until nothing is left
 # In front of every script: `child(code)` starts a process of the node, `say` prints its pid under a name.
 PROLOGUE = """
 import ctypes, mmap, os, signal, subprocess, sys, time
+PROLOGUE = globals().get("PROLOGUE") or os.environ["PROLOGUE"]
 def say(name, pid=None):
     os.write(1, f"{name}={pid or os.getpid()}\\n".encode())
-def child(code, **options):
-    return subprocess.Popen([sys.executable, "-c", PROLOGUE + code], env=dict(os.environ, PROLOGUE=PROLOGUE), **options)
+def child(code):
+    return subprocess.Popen([sys.executable, "-c", PROLOGUE + code], env=dict(os.environ, PROLOGUE=PROLOGUE))
 def ignore_term():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def segment(name, size=4096):

@@ -19,8 +19,6 @@ from tests.testbed.bed import Bed, Host, HostOptions, hosts
 from tests.testbed.host import wait_for
 from tests.testbed.processes import OrphanWatch
 
-pytestmark = pytest.mark.usefixtures("test_hosts")
-
 ROOT = Path(__file__).resolve().parents[2]
 SHM_DEVICE = "import os; print(os.stat('/dev/shm').st_dev)"
 BOOT_ID = "print(open('/proc/sys/kernel/random/boot_id').read())"
