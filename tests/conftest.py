@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed import leaks, need
+from tests.testbed import leaks
 from tests.testbed.processes import OrphanWatch
 
 TESTS = Path(__file__).parent
@@ -21,9 +21,9 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the name of the folder that it is in."""
     for item in items:
-        layer = item.path.relative_to(TESTS).parts[0]
-        if layer in LAYERS:
-            item.add_marker(layer)
+        for layer in LAYERS:
+            if item.path.is_relative_to(TESTS / layer):
+                item.add_marker(layer)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,9 +53,3 @@ def no_orphans(orphan_watch: OrphanWatch) -> Iterator[None]:
     if left := leaks.end_orphans(orphan_watch):
         lines = "\n  ".join(map(str, left))
         pytest.fail(f"processes that this test left behind (killed now):\n  {lines}", pytrace=False)
-
-
-@pytest.fixture(scope="session")
-def test_hosts() -> None:
-    """For tests that make hosts: skips them where that is impossible, and fails them there on CI."""
-    need.need_hosts()

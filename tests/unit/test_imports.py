@@ -75,19 +75,20 @@ def imports_of(path: Path) -> Iterator[Import]:
     """Every import in the module `path`, with relative names resolved."""
     module = module_name(path)
 
+    def names(node: ast.Import | ast.ImportFrom) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        package = path.parts[: len(path.parts) - node.level] if node.level else ()
+        base = ".".join([*package, *([node.module] if node.module else [])])
+        # `from cpupp.rank import ring` names a module, `from os import environ` does not.
+        inside = [f"{base}.{alias.name}" for alias in node.names]
+        return [name if Path(*name.split(".")) in MODULES else base for name in inside]
+
     def visit(node: ast.AST, at_top: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
-            names: list[str] = []
-            if isinstance(child, ast.Import):
-                names = [alias.name for alias in child.names]
-            elif isinstance(child, ast.ImportFrom):
-                package = path.parent.parts[: len(path.parent.parts) - child.level + 1] if child.level else ()
-                base = ".".join([*package, *([child.module] if child.module else [])])
-                # `from cpupp.rank import ring` names a module, `from os import environ` does not.
-                inside = [f"{base}.{alias.name}" for alias in child.names]
-                names = [name if Path(*name.split(".")) in MODULES else base for name in inside]
-            for name in names:
-                yield Import(module=module, name=name, at_top=at_top, line=child.lineno)
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for name in names(child):
+                    yield Import(module=module, name=name, at_top=at_top, line=child.lineno)
             yield from visit(child, at_top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
     return visit(tree_of(path), True)
@@ -161,3 +162,15 @@ def test_starting_the_command_line_loads_nothing_heavy() -> None:
     code = "import sys, cpupp.cli; print(*sorted({'torch', 'vllm', 'paramiko'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_no_unit_test_needs_the_engine() -> None:
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in Path(__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name.partition(".")[0] in {"torch", "transformers", "vllm"}
+    ]
+    assert found == [], "these belong in tests/integration"

@@ -1,0 +1,69 @@
+"""A test run that leaves something behind fails and says what, and which test."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.testbed import leaks, sweep
+from tests.testbed.host import wait_for
+from tests.testbed.models import ROOT
+
+# Others may make files on this machine meanwhile, so the inner run looks at these alone.
+FILES = ["/dev/shm/left-by-a-test", "/tmp/cpupp-left"]
+# What the test does -> what the run says of it, and with which evidence.
+LEAKS = {
+    "orphan": (
+        "subprocess.run(['sh', '-c', 'setsid sleep 987 >/dev/null 2>&1 & sleep 1'], check=True)",
+        "processes that this test left behind (killed now)",
+        "sleep 987",
+    ),
+    "child": ("global child; child = subprocess.Popen(['sleep', '4'])", "the tests left behind", "sleep 4"),
+    "shared memory": ("Path('/dev/shm/left-by-a-test').touch()", "the tests left behind", "/dev/shm/left-by-a-test"),
+    "temporary file": ("Path('/tmp/cpupp-left').touch()", "the tests left behind", "/tmp/cpupp-left"),
+    "host": ("global bed; bed = hosts(1); bed.__enter__()", "the tests left behind", "link cb-"),
+    "nothing": ("pass", "1 passed", ""),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_what_a_test_leaves_is_found(name: str, tmp_path: Path) -> None:
+    statement, title, evidence = LEAKS[name]
+    test = f"""
+        import subprocess
+        from pathlib import Path
+        from tests.testbed import leaks
+        from tests.testbed.bed import hosts
+
+        leaks.ORPHAN_GRACE_S = 0.1
+        leaks.files = lambda: {{path for path in map(Path, {FILES!r}) if path.exists()}}
+
+        def test_that_leaves_something():
+            {statement}
+    """
+    (tmp_path / "test_leaky.py").write_text(textwrap.dedent(test), encoding="utf-8")
+    try:
+        done = subprocess.run(
+            # The outer run's own conftest, for a test outside of its folder.
+            [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)],
+            cwd=ROOT,
+            env={key: value for key, value in os.environ.items() if key != leaks.SHARED_MACHINE},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        for file in FILES:
+            Path(file).unlink(missing_ok=True)
+    assert title in done.stdout
+    assert evidence in done.stdout
+    assert done.returncode == (0 if name == "nothing" else 1)
+    if bed := re.search(r"bed (\w+):", done.stdout):
+        wait_for(lambda: sweep.leftovers(bed.group(1)) == [], "end of the bed")
