@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MAX_HOPS = 8
 KEEPALIVE_S = 10  # keeps idle connections alive in firewalls; loss is noticed by the session's heartbeats
-RETRIES = 4  # a server that is busy with others (MaxStartups) closes connections before its banner
+MAX_LOGINS = 5  # connections for one login: a server hangs up after MaxAuthTries keys
+LONGEST_PAUSE_S = 2.0
 
 
 class SshTransport:
@@ -82,18 +83,31 @@ class _Chain:
         if hops > MAX_HOPS:
             raise _unreachable(target.name, f"more than {MAX_HOPS} jumps: the SSH config runs in a circle")
         identities = Identities(target)
-        for attempt in range(RETRIES + 1):
-            transport = self._connect(target, hops, attempt == RETRIES)
-            if transport is None:
-                time.sleep(min(self.remaining(), random.uniform(0.1, 0.5) * 2**attempt))
-            elif _log_in(transport, target, identities):
+        for _ in range(MAX_LOGINS):
+            transport = self._connect(target, hops)
+            if _log_in(transport, target, identities):
                 transport.set_keepalive(KEEPALIVE_S)
                 return transport
-            # Else the server hung up after too many keys: come back with those that it has not seen.
-        raise _no_login(target, "the server closed the connection after each key")
+            # The server hung up after too many keys: come back with those that it has not seen.
+        raise _no_login(target, f"the server hung up {MAX_LOGINS} times ({identities.describe()})")
 
-    def _connect(self, target: SshTarget, hops: int, last: bool) -> paramiko.Transport | None:
-        """Return a transport with a verified host key; None when trying again may help."""
+    def _connect(self, target: SshTarget, hops: int) -> paramiko.Transport:
+        """Return a transport with a verified host key. Tries again while the server drops us and time is left.
+
+        A server that is busy with others (MaxStartups) closes connections before it says anything.
+        """
+        pause = 0.2
+        while True:
+            transport = self._try_connect(target, hops, self.remaining() < pause)
+            if transport is not None:
+                self._transports.append(transport)
+                _check_host_key(transport, target)
+                return transport
+            time.sleep(random.uniform(pause / 2, pause))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _try_connect(self, target: SshTarget, hops: int, last: bool) -> paramiko.Transport | None:
+        """Return a transport after the key exchange; None when the server dropped us, an error the `last` time."""
         import paramiko
 
         names = known_hosts.host_names(target.host, target.port, target.key_alias)
@@ -112,11 +126,9 @@ class _Chain:
             if transport is not None:
                 transport.close()
             dropped = isinstance(error, EOFError | ConnectionResetError) or "banner" in str(error)
-            if dropped and not last and self.remaining() > 1:
+            if dropped and not last:
                 return None
             raise _unreachable(target.name, _words(error)) from None
-        self._transports.append(transport)
-        _check_host_key(transport, target)
         return transport
 
     def _socket(self, target: SshTarget, hops: int) -> socket.socket | paramiko.Channel:

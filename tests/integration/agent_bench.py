@@ -34,10 +34,10 @@ def segment(name, size=4096):
 """
 
 
-def script(text: str) -> list[str]:
+def script(text: str, python: str = sys.executable) -> list[str]:
     """Return the argv of a Python that runs PROLOGUE and `text`."""
     code = f"PROLOGUE = {PROLOGUE!r}\nexec(PROLOGUE)\n" + textwrap.dedent(text)
-    return [sys.executable, "-c", code]
+    return [python, "-c", code]
 
 
 class Bench:
@@ -74,11 +74,11 @@ class Bench:
         self.site = Path(answer["site"])
         return self.site
 
-    def start(self, text: str, node: int = 0, **options: Any) -> int:
+    def start(self, text: str, node: int = 0, python: str = sys.executable, **options: Any) -> int:
         """Start a node that runs `text`; make the site folder when there is none."""
         if self.site == Path():
             self.prepare()
-        return int(self.session.request("start", node=node, argv=script(text), **options)["pid"])
+        return int(self.session.request("start", node=node, argv=script(text, python), **options)["pid"])
 
     def wait_event(self, kind: str, node: int | None = None, timeout: float = 20.0) -> dict[str, Any]:
         """Return the first event of that kind, waiting for it. Raises AssertionError with what came instead."""
