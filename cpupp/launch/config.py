@@ -119,7 +119,8 @@ class _Document:
             raise self._syntax_error(error) from None
         except yaml.reader.ReaderError as error:
             line = text[: error.position].count("\n") + 1
-            message = f"holds the character U+{ord(str(error.character)[:1]):04X}, which YAML does not allow"
+            character = error.character if isinstance(error.character, int) else ord(error.character[:1])
+            message = f"holds the character U+{character:04X}, which YAML does not allow"
             hint = "remove it; in quoted text write an escape such as \\u0007"
             raise CpuppError("CONFIG-YAML", message, hint=hint, where=f"{self.shown}:{line}") from None
         except RecursionError:

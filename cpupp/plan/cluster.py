@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-_SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s/]+))(?::(?P<port>\d{1,5}))?")
+_SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s/-][^:@\s/]*))(?::(?P<port>\d{1,5}))?")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 UNSUPPORTED = {
@@ -60,6 +60,12 @@ def _ssh_target(value: Any) -> Any:
     )
 
 
+def _no_option(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("-"):
+        raise SpecValueError(f"{value!r} would be taken as an option of vLLM", f"write ./{value}")
+    return value
+
+
 def _ip_address(value: Any) -> Any:
     if not isinstance(value, str):
         return value
@@ -79,8 +85,8 @@ class _Strict(BaseModel):
 class ModelSpec(_Strict):
     """The model: a folder on every host (`~` is expanded there) or a hub id, and the name that the API serves it by."""
 
-    path: str = Field(min_length=1)
-    served_name: str | None = None
+    path: Annotated[str, BeforeValidator(_no_option)] = Field(min_length=1)
+    served_name: Annotated[str | None, BeforeValidator(_no_option), Field(min_length=1)] = None
     num_layers: int | None = Field(default=None, ge=1, description="asserted when planning without facts")
 
 

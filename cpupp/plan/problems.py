@@ -62,7 +62,16 @@ def key_text(path: Path) -> str:
 
 def shape_problems(data: Any) -> list[Problem]:
     """Everything about single keys that pydantic refuses: unknown, missing, of the wrong kind, or out of range."""
-    return [_problem(record) for record in read_spec(data)[1]]
+    found = [_problem(record) for record in read_spec(data)[1]]
+    return [problem for problem in found if not _is_misspelt(problem, found)]
+
+
+def _is_misspelt(missing: Problem, found: list[Problem]) -> bool:
+    """A missing key that stands there under another spelling is one mistake, not two."""
+    if missing.code != "CONFIG-MISSING":
+        return False
+    meant = f"did you mean `{missing.path[-1]}`?"
+    return any(p.code == "CONFIG-KEY" and p.path[:-1] == missing.path[:-1] and p.hint.startswith(meant) for p in found)
 
 
 def _problem(record: Mapping[str, Any]) -> Problem:

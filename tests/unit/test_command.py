@@ -1,0 +1,147 @@
+"""The exact commands, and names and values that attack every quoting on the way."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpupp.plan.command import OWNED_ARGS, OWNED_ENV, make_commands
+from cpupp.plan.plan import make_plan
+from cpupp.render_plan import plan_data, plan_page, quote
+from tests.unit.factory import cluster, engine, host, machines, model_folder
+
+ATTACKS = [
+    "a'; echo foo",
+    "two words",
+    '"quoted"',
+    "$HOME `id` $(id)",
+    "a | b && c > d",
+    "line one\nline two",
+    "tab\tand\rreturn",
+    "",
+    "back\\slash",
+    "{site}",
+    "*?[x]",
+    "ümläut ☃",
+    "--flag",
+]
+
+
+def test_the_head_and_its_follower() -> None:
+    head, follower = make_commands(make_plan(cluster("a", "b", pipeline=2), machines("a", "b")))
+    assert head.argv == (
+        *("/home/me/venv/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "/models/tiny"),
+        *("--served-model-name", "/models/tiny", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "1"),
+        *("--distributed-executor-backend", "mp", "--nnodes", "2", "--node-rank", "0"),
+        *("--master-addr", "10.0.0.1", "--master-port", "21000", "--host", "0.0.0.0", "--port", "8000"),
+    )
+    assert follower.argv[-5:] == ("--master-addr", "10.0.0.1", "--master-port", "21000", "--headless")
+    assert follower.env == {
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:/home/me/venv/lib/libiomp5.so",
+        "VLLM_CPU_OMP_THREADS_BIND": "0,1,2,3",
+        "VLLM_HOST_IP": "10.0.0.2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "VLLM_PP_LAYER_PARTITION": "4,4",
+    }
+
+
+def test_one_node_needs_no_rendezvous() -> None:
+    (command,) = make_commands(make_plan(cluster({"name": "a", "slots": 2}, tensor=2), machines("a")))
+    assert "--nnodes" not in command.argv
+    assert "--headless" not in command.argv
+    assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0|2,3"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"enforce_eager": True}, ["--enforce-eager"]),
+        ({"enable-prefix-caching": False}, ["--no-enable-prefix-caching"]),
+        ({"--max-num-seqs": 4}, ["--max-num-seqs", "4"]),
+        ({"seed": None}, []),
+        ({"lora_modules": ["a=b", "c=d"]}, ["--lora-modules", "a=b", "c=d"]),
+        ({"compilation_config": {"b": 1, "a": [2]}}, ["--compilation-config", '{"a": [2], "b": 1}']),
+        ({"x": -1}, ["--x=-1"]),
+        ({"x": "--y"}, ["--x=--y"]),
+    ],
+)
+def test_arguments(args: dict[str, object], words: list[str]) -> None:
+    (command,) = make_commands(make_plan(cluster("a", engine={"args": args}), machines("a")))
+    assert list(command.argv[command.argv.index("--port") + 2 :]) == words
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_values_travel_unchanged(text: str) -> None:
+    spec = cluster(
+        "a",
+        model={"path": "/models/x", "served_name": text if text and not text.startswith("-") else "x"},
+        engine={"env": {"ATTACK": text}, "args": {"chat_template": text}},
+    )
+    (command,) = make_commands(make_plan(spec, {}))
+    assert command.env["ATTACK"] == text
+    assert text in command.argv or f"--chat-template={text}" in command.argv
+    page = plan_page(make_plan(spec, {}), (command,)).text()
+    assert f"ATTACK={quote(text)} \\\n" in page  # one line, whatever is in it
+    data = json.loads(json.dumps(plan_data(make_plan(spec, {}), (command,))))
+    assert data["commands"][0]["env"]["ATTACK"] == text
+    assert data["commands"][0]["argv"] == list(command.argv)
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30))
+def test_quoting_is_bashs(text: str) -> None:
+    quoted = quote(text)
+    assert "\n" not in quoted
+    if not quoted.startswith("$"):
+        assert shlex.split(quoted) == [text]
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_bash_reads_back_what_was_quoted(text: str) -> None:
+    done = subprocess.run(["bash", "-c", f"printf %s {quote(text)}"], capture_output=True, check=True)
+    assert done.stdout.decode() == text
+
+
+def test_a_plan_that_is_pasted_hides_secrets() -> None:
+    spec = cluster("a", engine={"env": {"HF_TOKEN": "hf_secret", "MY_API_KEY": "k3y", "TOKENIZERS": "shown"}})
+    plan = make_plan(spec, {})
+    page = plan_page(plan, make_commands(plan)).text()
+    assert "hf_secret" not in page
+    assert "k3y" not in page
+    assert "HF_TOKEN='***'" in page or "HF_TOKEN=***" in page
+
+
+def test_each_host_has_its_own_model_path_python_and_environment() -> None:
+    facts = {
+        "a": host("a", 1, model=model_folder(path="/home/me/m")),
+        "b": host(
+            "b", 2, model=model_folder(path="/root/m"), engine=engine(python="/opt/python", tcmalloc="", iomp="")
+        ),
+    }
+    own = {"python": "/opt/python", "env": {"X": "b"}}
+    spec = cluster("a", {"name": "b", "engine": own}, pipeline=2, model={"path": "~/m"}, engine={"env": {"X": "all"}})
+    head, follower = make_commands(make_plan(spec, facts))
+    assert "/home/me/m" in head.argv
+    assert "/root/m" in follower.argv
+    assert follower.argv[0] == "/opt/python"
+    assert (head.env["X"], follower.env["X"]) == ("all", "b")
+    assert "LD_PRELOAD" not in follower.env  # gpustack #5660: only what is on that host
+    assert "--served-model-name ~/m" in " ".join(head.argv)
+
+
+def test_an_allow_list_of_plugins_does_not_leave_ours_out() -> None:
+    for given_list, wanted in (("a,b", "a,b,cpupp"), ("cpupp", "cpupp"), ("", "cpupp")):
+        spec = cluster("a", engine={"env": {"VLLM_PLUGINS": given_list}})
+        assert make_commands(make_plan(spec, {}))[0].env["VLLM_PLUGINS"] == wanted
+
+
+def test_the_user_cannot_override_what_cpupp_owns() -> None:
+    assert {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "VLLM_PP_LAYER_PARTITION"} <= set(OWNED_ENV)
+    assert {"tensor_parallel_size", "nnodes", "headless", "port"} <= set(OWNED_ARGS)

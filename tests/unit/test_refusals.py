@@ -1,0 +1,91 @@
+"""Plans that are impossible: one clear error each, and all of them at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cpupp.errors import CpuppError, CpuppErrors
+from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.facts import HostFacts
+from cpupp.plan.plan import make_plan
+from tests.unit.factory import LLAMA_TINY, cluster, engine, machines, model_folder
+
+PAIR = cluster("a", "b", pipeline=2)
+
+
+def refusal(spec: ClusterSpec, facts: dict[str, HostFacts]) -> CpuppError:
+    """The error of an impossible plan."""
+    with pytest.raises(CpuppError) as caught:
+        make_plan(spec, facts)
+    return caught.value
+
+
+def test_a_model_that_one_host_lacks() -> None:  # spark-vllm-docker #146
+    facts = machines("a", "b")
+    missing = model_folder(error="/models/tiny/config.json: No such file or directory")
+    facts["b"] = replace(facts["b"], model=missing)
+    error = refusal(PAIR, facts)
+    assert str(error) == "host b: model /models/tiny: /models/tiny/config.json: No such file or directory"
+    assert error.hint == "the folder must be on every host, at the same path"
+
+
+def test_a_model_that_may_be_a_hub_id() -> None:
+    spec = cluster("a", model={"path": "Qwen/Qwen3-8B"})
+    facts = machines("a", model=model_folder(error="/home/me/Qwen/Qwen3-8B/config.json: No such file or directory"))
+    assert "run `hf download Qwen/Qwen3-8B` on a first" in refusal(spec, facts).hint
+
+
+def test_a_wrong_python() -> None:
+    facts = machines("a", "b")
+    wrong = engine(python="/nowhere/python", error="/nowhere/python: No such file or directory", vllm="")
+    facts["b"] = replace(facts["b"], engine=wrong)
+    error = refusal(PAIR, facts)
+    assert str(error) == "host b: engine.python /nowhere/python: /nowhere/python: No such file or directory"
+
+
+def test_all_hosts_are_named_at_once() -> None:
+    error = refusal(PAIR, machines("a", "b", engine=engine(vllm="0.17.0")))
+    assert isinstance(error, CpuppErrors)
+    assert [str(e) for e in error.errors] == [
+        "host a: vLLM 0.17.0 is older than 0.18.0, the oldest that cpupp supports",
+        "host b: vLLM 0.17.0 is older than 0.18.0, the oldest that cpupp supports",
+    ]
+
+
+def test_versions_that_differ() -> None:  # vllm #7846
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], engine=engine(vllm="0.31.0"))
+    assert str(refusal(PAIR, facts)) == "vLLM differs between hosts: a: 0.32.0, b: 0.31.0"
+
+
+def test_another_build_of_the_same_version_is_no_difference() -> None:
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], engine=engine(vllm="0.32.0+cpu", torch="2.13.0+cpu", distribution="vllm"))
+    assert make_plan(PAIR, facts).hosts[1].shim is False
+
+
+def test_another_snapshot_of_the_model() -> None:
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], model=model_folder(digest="e" * 64))
+    assert str(refusal(PAIR, facts)) == "the model differs between hosts: a: dddddddddddd, b: eeeeeeeeeeee"
+
+
+def test_heads_that_tensor_does_not_divide() -> None:
+    error = refusal(cluster({"name": "a", "slots": 3}, tensor=3), machines("a"))
+    assert str(error) == "heads(8) % tensor(3) = 2 != 0"
+    assert error.hint == "tensor can be 1, 2, 4, 8 for this model"
+
+
+def test_kv_heads_that_tensor_does_not_fit() -> None:
+    config = {**LLAMA_TINY, "num_attention_heads": 12, "num_key_value_heads": 8, "head_dim": 64}
+    error = refusal(cluster({"name": "a", "slots": 6}, tensor=6), machines("a", model=model_folder(config)))
+    assert str(error) == "KV heads(8) and tensor(6): neither divides the other"
+    assert error.hint == "tensor can be 1, 2, 4 for this model"
+
+
+def test_a_config_that_is_no_decoders() -> None:
+    broken = model_folder()
+    facts = machines("a", model=replace(broken, config={"model_type": "vit"}))
+    assert "config.json lacks what a decoder has" in str(refusal(cluster("a"), facts))
