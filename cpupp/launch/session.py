@@ -188,7 +188,7 @@ class AgentSession:
         status = connection.exit_status(2.0)
         words = _quoted(connection.last_words() or noise)
         shown = "without an exit status" if status is None else f"with exit status {status}"
-        if status in (126, 127):
+        if status in (78, 126, 127):  # 78: the agent's own word for a Python that is too old
             return CpuppError(
                 "SSH-NO-PYTHON",
                 f"cannot run python3 on {self.transport.target} (exit status {status}){words}",
