@@ -2,7 +2,7 @@
 
 A frame is
 
-    prefix   48 bytes: magic, version, flags, schema id, lengths, sequence number (little endian)
+    prefix   48 bytes: magic, version, flags, schema id, lengths, sequence number; checksum of the header
     schema   per entry: code (0 = plain value, else the dtype), number of dimensions, key length, key in UTF-8
     dims     int64 for each dimension of each tensor, in order
     values   the plain values, tagged
@@ -27,8 +27,9 @@ from cpupp.errors import CpuppError, ExitCode
 
 MAGIC = b"CPUF"
 VERSION = 1
-PREFIX = struct.Struct("<4sHHIIIIIQQI")
-PREFIX_BYTES = PREFIX.size
+PREFIX = struct.Struct("<4sHHIIIIIQQ")
+_CHECKSUM = struct.Struct("<I")
+PREFIX_BYTES = PREFIX.size + _CHECKSUM.size
 MAX_HEADER_BYTES = 64 * 1024
 MAX_ENTRIES = 4096
 MAX_PAYLOAD_BYTES = 8 << 30
@@ -68,6 +69,11 @@ class FrameError(CpuppError):
             hint="both ranks must run the same cpupp; see the log of the other rank for an earlier error",
             exit_code=ExitCode.RANK_FAILED,
         )
+
+
+def checksum(prefix: bytes, body: bytes) -> bytes:
+    """The last four bytes of the prefix: CRC-32 of its other bytes and of the rest of the header."""
+    return _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(prefix)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +166,8 @@ class FrameCodec:
             len(values),
             self.sequence,
             payload,
-            zlib.crc32(body, self.sequence & 0xFFFFFFFF),
         )
-        return prefix + body, tensors, detached
+        return prefix + checksum(prefix, body) + body, tensors, detached
 
     def decode(self, data: bytes) -> Header:
         """Read a header from the start of `data` (which may be longer). Allocates no tensor.
@@ -170,11 +175,11 @@ class FrameCodec:
         Raises FrameError when it is truncated, is not a frame, has another version, or names sizes past the bounds.
         """
         length, fields = self._prefix(data)
-        _, _, flags, schema_id, num_entries, schema_bytes, num_dims, _, sequence, payload, crc = fields
+        _, _, flags, schema_id, num_entries, schema_bytes, num_dims, _, sequence, payload = fields
         if len(data) < length:
             raise FrameError(self.link, f"truncated frame: {len(data)} bytes of a header of {length}")
         body = data[PREFIX_BYTES:length]
-        if zlib.crc32(body, sequence & 0xFFFFFFFF) != crc:
+        if checksum(data[: PREFIX.size], body) != data[PREFIX.size : PREFIX_BYTES]:
             raise FrameError(self.link, "corrupt or truncated frame: the checksum of its header does not match")
         if sequence != self.sequence + 1:
             raise FrameError(self.link, f"frame {sequence} arrived, frame {self.sequence + 1} was due")
@@ -196,7 +201,7 @@ class FrameCodec:
         if len(data) < PREFIX_BYTES:
             raise FrameError(self.link, f"truncated frame: {len(data)} bytes, a prefix has {PREFIX_BYTES}")
         fields = PREFIX.unpack_from(data)
-        magic, version, flags, _, num_entries, schema_bytes, num_dims, value_bytes, _, payload, _ = fields
+        magic, version, flags, _, num_entries, schema_bytes, num_dims, value_bytes, _, payload = fields
         if magic != MAGIC:
             raise FrameError(self.link, f"not a cpupp frame: it starts with {magic.hex()}, not {MAGIC.hex()}")
         if version != VERSION:

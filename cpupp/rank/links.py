@@ -198,7 +198,7 @@ class GlooLink:
 
     def _post(self) -> None:
         if self._inbox is None:
-            self._inbox = torch.empty(self._inline, dtype=torch.uint8)
+            self._inbox = torch.zeros(self._inline, dtype=torch.uint8)  # old memory could hold an old trailer
         self._inbox[:PREFIX_BYTES].zero_()
         self._posted = self._irecv(self._inbox)
 

@@ -1,0 +1,433 @@
+"""The communicator over real gloo groups: transports, point to point, collectives, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cpupp.errors import CpuppError
+from cpupp.plan.handoff import GroupReport, RankHandoff
+from cpupp.rank import board, communicator
+from cpupp.rank.communicator import Communicator
+from cpupp.rank.frames import FrameError
+from cpupp.rank.links import INLINE_BYTES, MAX_IN_FLIGHT, TAG, ShmLink
+from cpupp.rank.ring import PeerLostError
+from tests.integration.gang import Gang, RankError
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+]
+LARGE = 3 << 20  # more than a ring of a distant pair holds, more than a slot of a board, and detached over gloo
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    with Gang([4]) as ranks:
+        yield ranks
+
+
+@pytest.fixture(params=["shm", "gloo", "mixed"])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """For each of four ranks the folder that stands for its host's /dev/shm."""
+    layout = {"shm": "aaaa", "gloo": "abcd", "mixed": "aabb"}[request.param]
+    return places(tmp_path, layout)
+
+
+def places(tmp_path: Path, layout: str) -> list[str]:
+    for name in set(layout):
+        (tmp_path / name).mkdir(exist_ok=True)
+    return [str(tmp_path / name) for name in layout]
+
+
+def make(rank: int, folders: list[str], name: str = "pp:0", backend: str = "auto", **options: Any) -> Communicator:
+    handoff = RankHandoff(run="r 1", attempt=2, node_rank=0, mode="links", backend=backend, reports="", host="a")
+    return Communicator(name, dist.group.WORLD, handoff, shm_dir=Path(folders[rank]), timeout=60.0, **options)
+
+
+def pattern(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that is different on each rank and that each rank can compute for all."""
+    return torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+# Which transport
+
+
+def report(rank: int, *args: Any, **options: Any) -> GroupReport:
+    with_links = make(rank, *args, **options)
+    result = with_links.report()
+    with_links.close()
+    return result
+
+
+@pytest.mark.parametrize("name", ["pp:0", "tp:0"])
+@pytest.mark.parametrize(
+    ("layout", "backend", "reason"),
+    [
+        ("aaaa", "shm", "all ranks share memory: same kernel, same /dev/shm, each read what the others wrote there"),
+        ("abcd", "gloo", "no two ranks share memory: rank 0 and rank 1 have different /dev/shm on one kernel"),
+        ("aabb", "mixed", "ranks [0, 1] and [2, 3] share memory, the other links cross hosts"),
+        ("abba", "mixed", "ranks [0, 3] and [1, 2] share memory, the other links cross hosts"),
+    ],
+)
+def test_a_transport_for_every_link(
+    gang: Gang, tmp_path: Path, name: str, layout: str, backend: str, reason: str
+) -> None:
+    reports = gang.run(report, places(tmp_path, layout), name)
+    assert [r.rank for r in reports] == [0, 1, 2, 3]
+    for found in reports:
+        assert (found.kind, found.ranks, found.backend, found.reason) == (name[:2], [0, 1, 2, 3], backend, reason)
+        assert found.links == [
+            [a, b, "shm" if layout[a] == layout[b] else "gloo"] for a in range(4) for b in range(4) if a != b
+        ]
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_gloo_can_be_forced(gang: Gang, tmp_path: Path) -> None:
+    reports = gang.run(report, places(tmp_path, "aaaa"), "pp:0", "gloo")
+    assert {(r.backend, r.reason) for r in reports} == {("gloo", "the cluster file forces gloo")}
+
+
+def test_a_demand_that_cannot_be_met_stops_every_rank(gang: Gang, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        gang.run(report, places(tmp_path, "aab"), "pp:0", "shm", ranks=3)
+    text = "group pp:0 of ranks [0, 1, 2]: backend shm is demanded, but ranks [0, 1] share memory"
+    assert str(caught.value).count(f"cpupp.errors.CpuppError: {text}") == 3
+
+
+def whole(rank: int, folders: list[str]) -> GroupReport:
+    return report(rank, folders, per_link=False)
+
+
+def test_one_transport_for_the_whole_group(gang: Gang, tmp_path: Path) -> None:
+    assert {r.backend for r in gang.run(whole, places(tmp_path, "aaaa"))} == {"shm"}
+    reports = gang.run(whole, places(tmp_path, "aabb"))
+    assert {r.backend for r in reports} == {"gloo"}
+    assert {t for r in reports for _, _, t in r.links} == {"gloo"}
+
+
+def test_a_rank_without_room_takes_all_to_gloo_together() -> None:
+    with Gang([1, 2], shm_size="1m") as gang:
+        for name in ("pp:0", "tp:0"):
+            reports = gang.run(report, ["/dev/shm"] * 3, name)
+            reason = "rank 1 cannot use shared memory: there is no room in its /dev/shm"
+            assert {(r.backend, r.reason) for r in reports} == {("gloo", reason)}
+        assert gang.run(names_left) == [[], [], []]
+
+
+def names_left(rank: int) -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("cpupp-r_1-*")]
+
+
+def two_groups(rank: int, folders: list[str]) -> list[list[str]]:
+    """The names that the segments of two groups of the same ranks had (vllm #18536)."""
+    made = [make(rank, folders, name) for name in ("tp:0", "pp:0")]
+    return [[segment.path.name for segment in m._segments] for m in made]
+
+
+def test_groups_of_equal_ranks_have_names_of_their_own(gang: Gang, tmp_path: Path) -> None:
+    for of_tp, of_pp in gang.run(two_groups, places(tmp_path, "aaaa")):
+        assert len(of_tp) == 4
+        assert len(of_pp) == 6
+        assert not set(of_tp) & set(of_pp)
+        assert all(name.startswith("cpupp-r_1-2-") and len(name) < 100 for name in of_tp + of_pp)
+
+
+# Point to point
+
+
+def travellers() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(3, 64).bfloat16(),
+        "residual": torch.randn(64, 3).t(),
+        "no rows": torch.empty(0, 8, dtype=torch.float16),
+        "scalar": torch.tensor(7),
+        "flags": torch.tensor([True, False]),
+        "large": torch.arange(LARGE, dtype=torch.int64).to(torch.uint8),
+        "step": 2**80,
+        "none": None,
+        "yes": True,
+        "ratio": 0.1,
+        "ids": ["a", 1, None, [True, 2.5]],
+        **{f"key {i}": torch.full((1,), i) for i in range(200)},
+    }
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return list(a) == list(b) and all(
+        torch.equal(v, b[k]) and v.dtype == b[k].dtype if isinstance(v, torch.Tensor) else v == b[k]
+        for k, v in a.items()
+    )
+
+
+def everybody_to_everybody(rank: int, folders: list[str]) -> bool:
+    torch.manual_seed(1)
+    links, items = make(rank, folders), travellers()
+    others = [r for r in range(4) if r != rank]
+    for other in others:
+        links.send_tensor_dict({"from": rank, **items}, other)
+    good = all(same(links.recv_tensor_dict(other), {"from": other, **items}) for other in others)
+    links.close()
+    return good
+
+
+def test_all_send_to_all_before_anyone_receives(gang: Gang, folders: list[str]) -> None:
+    """Each rank sends more than a ring holds before it receives (vllm #49274)."""
+    assert gang.run(everybody_to_everybody, folders) == [True] * 4
+
+
+def in_order(rank: int, folders: list[str]) -> list[int]:
+    links = make(rank, folders)
+    got: list[int] = []
+    for i in range(40):
+        size = INLINE_BYTES if i % 3 else 4
+        if rank == 0:
+            links.send_tensor_dict({"i": i, "x": torch.full((size,), i % 100, dtype=torch.uint8)}, 2)
+        elif rank == 2:
+            items = links.recv_tensor_dict(0)
+            assert bool((items["x"] == i % 100).all())
+            got.append(items["i"])
+    links.close()
+    return got
+
+
+def test_the_order_is_kept(gang: Gang, folders: list[str]) -> None:
+    assert gang.run(in_order, folders)[2] == list(range(40))
+
+
+def reuse(rank: int, folders: list[str]) -> bool:
+    """The sender overwrites its buffer as soon as the send has returned: vLLM takes our send for a finished one."""
+    links = make(rank, folders)
+    buffer = torch.zeros(LARGE, dtype=torch.uint8)
+    good = True
+    for i in range(MAX_IN_FLIGHT - 1):
+        if rank == 0:
+            buffer.fill_(i)
+            links.send_tensor_dict({"x": buffer[:-1], "y": buffer[:8]}, 3)
+            buffer.fill_(99)
+    dist.barrier()
+    for i in range(MAX_IN_FLIGHT - 1):
+        if rank == 3:
+            items = links.recv_tensor_dict(0)
+            good = good and bool((items["x"] == i).all()) and bool((items["y"] == i).all())
+    links.close()
+    return good
+
+
+def test_a_buffer_may_be_reused_and_the_sender_does_not_wait(gang: Gang, tmp_path: Path) -> None:
+    """The barrier lies between the last send and the first receive."""
+    assert gang.run(reuse, places(tmp_path, "abcd")) == [True] * 4
+
+
+def without_references(rank: int, folders: list[str]) -> bool:
+    links = make(rank, folders)
+    if rank == 0:
+        for i in range(4):
+            links.send_tensor_dict({"x": torch.full((LARGE,), i, dtype=torch.uint8)}, 1)
+            torch.full((LARGE,), 77, dtype=torch.uint8)  # would get the freed memory
+    dist.barrier()
+    good = rank != 1 or all(bool((links.recv_tensor_dict(0)["x"] == i).all()) for i in range(4))
+    dist.barrier()
+    links.close()
+    return good
+
+
+def test_a_buffer_lives_until_it_has_been_sent(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(without_references, places(tmp_path, "ab"), ranks=2) == [True] * 2
+
+
+def refused(rank: int, folders: list[str]) -> str:
+    links = make(rank, folders)
+    text = ""
+    if rank == 0:
+        try:
+            links.send_tensor_dict({"good": 1, "bad": object()}, 1)
+        except FrameError as error:
+            text = str(error)
+        links.send_tensor_dict({"good": 2}, 1)
+    elif rank == 1:
+        assert links.recv_tensor_dict(0) == {"good": 2}
+    links.close()
+    return text
+
+
+def test_what_cannot_travel_is_refused_and_the_link_goes_on(gang: Gang, folders: list[str]) -> None:
+    text = gang.run(refused, folders)[0]
+    assert text.startswith("rank 0 -> rank 1: value of key 'bad' is a builtins.object, which cannot travel")
+
+
+def garbage(rank: int, folders: list[str], kind: str) -> str:
+    links = make(rank, folders)
+    if rank == 0:
+        sender = links._link(1)
+        header, parts, _ = sender._encoder.encode({"x": torch.zeros(100)}, INLINE_BYTES)
+        data = header + parts[0].numpy().tobytes() + (1).to_bytes(8, "little")
+        data = {
+            "garbage": bytes(range(200)),
+            "version": data[:4] + b"\7\0" + data[6:],
+            "cut": data[:-20],
+            "short": data[:50],
+            "empty": b"\0",
+        }[kind]
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 1, tag=TAG)
+    else:
+        try:
+            links.recv_tensor_dict(0)
+        except FrameError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("garbage", "not a cpupp frame"),
+        ("version", "frame of version 7, this rank speaks version 1"),
+        ("cut", "truncated frame"),
+        ("short", "corrupt or truncated frame"),
+        ("empty", "not a cpupp frame"),
+    ],
+)
+def test_what_is_no_frame_is_an_error_that_names_both_ranks(gang: Gang, tmp_path: Path, kind: str, text: str) -> None:
+    assert gang.run(garbage, places(tmp_path, "ab"), kind, ranks=2)[1].startswith(f"rank 0 -> rank 1: {text}")
+
+
+# Collectives
+
+
+def gathered(rank: int, folders: list[str], size: int) -> list[str]:
+    links = make(rank, folders, "tp:0")
+    bad: list[str] = []
+    for dtype in DTYPES:
+        for shape in ((size, 4, 6), (0, 3), (5,), (1, 300_000) if size == 2 else (1,)):
+            for dim in range(len(shape)):
+                parts = [pattern(r, shape, dtype) for r in range(4)]
+                strided = parts[rank].transpose(0, -1).contiguous().transpose(0, -1)
+                found = links.all_gather(strided, dim)
+                expected = torch.cat(parts, dim)
+                at_two = links.gather(strided, 2, dim)
+                if not torch.equal(found, expected) or found.dtype != dtype:
+                    bad.append(f"all_gather {dtype} {shape} {dim}")
+                if (at_two is None) != (rank != 2) or (at_two is not None and not torch.equal(at_two, expected)):
+                    bad.append(f"gather {dtype} {shape} {dim}")
+    links.close()
+    return bad
+
+
+def test_gathering_equals_torch_cat_for_every_dim_and_dtype(gang: Gang, folders: list[str]) -> None:
+    assert gang.run(gathered, folders, 2) == [[]] * 4
+
+
+def only_giving(rank: int, folders: list[str]) -> bool:
+    """Ranks that only give must not run ahead of the one that takes."""
+    links = make(rank, folders, "tp:0")
+    good = True
+    for i in range(60):
+        found = links.gather(torch.full((50_000,), i * 4 + rank), 1, 0)
+        if found is not None:
+            good = good and torch.equal(found, torch.arange(i * 4, i * 4 + 4).repeat_interleave(50_000))
+    links.close()
+    return good
+
+
+def test_gather_many_times_in_a_row(gang: Gang, folders: list[str]) -> None:
+    assert gang.run(only_giving, folders) == [True] * 4
+
+
+def reduced(rank: int, folders: list[str], size: int) -> list[tuple[str, bytes]]:
+    links = make(rank, folders, "tp:0")
+    results: list[tuple[str, bytes]] = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
+        for shape in ((3, 5), (), (0, 4), (2, 700_001)):
+            torch.manual_seed(7)
+            parts = [(torch.randn(shape) * 10).to(dtype) for _ in range(size)]
+            mine = parts[rank].clone() if len(shape) != 2 else parts[rank].t().contiguous().t()
+            links.all_reduce(mine)
+            exact = sum(p.double() for p in parts)
+            error = (mine.double() - exact).abs().max().item() if mine.numel() else 0.0
+            bound = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-18, torch.int64: 0}[dtype]
+            assert error <= bound * size * 40, f"{dtype} {shape}: {error}"
+            results.append((f"{dtype} {shape}", mine.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
+    links.close()
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_reduce_sums_and_is_equal_on_all_ranks(gang: Gang, tmp_path: Path, size: int) -> None:
+    for layout in ("aaaa", "abcd"):
+        first, *others = gang.run(reduced, places(tmp_path, layout)[:size], size, ranks=size)
+        for other in others:
+            assert [name for (name, a), (_, b) in zip(first, other, strict=True) if a != b] == []
+
+
+# Peers that die
+
+
+def wait_for_a_peer(rank: int, folders: list[str], what: str) -> str:
+    links = make(rank, folders, "tp:0" if what == "all_reduce" else "pp:0")
+    dist.barrier()
+    if rank == 1:
+        if what == "send":  # the first dict has begun to arrive
+            link = links._link(0)
+            assert isinstance(link, ShmLink)
+            link._in.wait_for_data(time.monotonic() + 60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if what == "recv":
+            links.recv_tensor_dict(1)
+        elif what == "send":
+            for _ in range(10):
+                links.send_tensor_dict({"x": torch.zeros(communicator.NEIGHBOUR_RING_BYTES)}, 1)
+        else:
+            for _ in range(3):
+                links.all_reduce(torch.ones(board.SLOT_BYTES))
+    except PeerLostError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize("what", ["recv", "send", "all_reduce"])
+def test_a_dead_peer_is_noticed_and_named(tmp_path: Path, what: str) -> None:
+    with Gang([2]) as gang:
+        gang.start(wait_for_a_peer, places(tmp_path, "aa"), what)
+        found = gang.answer(0)
+    assert "rank 1" in found
+    assert "gone" in found
+    assert not list(tmp_path.glob("*/*"))
+
+
+def wait_over_gloo(rank: int, folders: list[str]) -> str:
+    links = make(rank, folders)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        links.recv_tensor_dict(1)
+    except PeerLostError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_dead_peer_is_noticed_over_gloo(tmp_path: Path) -> None:
+    with Gang([2]) as gang:
+        gang.start(wait_over_gloo, places(tmp_path, "ab"))
+        assert gang.answer(0).startswith("rank 1 -> rank 0: ")
+
+
+def test_errors_are_errors_of_cpupp() -> None:
+    assert issubclass(PeerLostError, CpuppError)
+    assert issubclass(FrameError, CpuppError)

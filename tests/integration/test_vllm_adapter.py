@@ -1,0 +1,278 @@
+"""The plugin and the adapter inside real vLLM, without a server: what is injected, what is reported, what is cured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cpupp.errors import CpuppError
+from cpupp.plan.handoff import (
+    HANDOFF_ENV,
+    ErrorReport,
+    GroupReport,
+    PluginReport,
+    RankHandoff,
+    Report,
+    decode_report,
+)
+from cpupp.rank.communicator import Communicator
+from cpupp.rank.identity import Obstacle
+from tests.integration.gang import ROOT, Gang
+
+METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+
+
+def handoff(folder: Path, mode: str, backend: str = "auto") -> RankHandoff:
+    return RankHandoff(
+        run="t", attempt=1, node_rank=0, mode=mode, backend=backend, reports=str(folder / "reports"), host="a"
+    )
+
+
+def reports(folder: Path) -> list[Report]:
+    path = folder / "reports"
+    return [decode_report(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def site(folder: Path) -> Path:
+    """A site folder as the agent writes it: the shim that lets vLLM find itself, and our entry point."""
+    for name, version, more in (("vllm", "0.32.0+cpu", ""), ("cpupp_site", "0.1", "cpupp.rank.vllm_plugin:register")):
+        info = folder / "site" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(METADATA.format(name=name, version=version))
+        if more:
+            (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\ncpupp = {more}\n")
+    return folder / "site"
+
+
+LOAD = """
+import json, sys
+from vllm.plugins import load_general_plugins
+import vllm.plugins
+before = set(sys.modules)
+load_general_plugins()
+vllm.plugins.plugins_loaded = False
+load_general_plugins()
+from vllm.platforms import current_platform
+print(json.dumps([current_platform.get_device_communicator_cls(), sorted(set(sys.modules) - before)]))
+"""
+
+
+def load_plugins(folder: Path, text: str | None) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != HANDOFF_ENV}
+    env["PYTHONPATH"] = f"{site(folder)}:{ROOT}"
+    env["VLLM_CACHE_ROOT"] = str(folder / "cache")
+    if text is not None:
+        env[HANDOFF_ENV] = text
+    return subprocess.run(
+        [sys.executable, "-c", LOAD], env=env, cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+STOCK = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("links", "cpupp.rank.vllm_adapter.LinksCommunicator"),
+        ("fallback", "cpupp.rank.vllm_adapter.FallbackCommunicator"),
+        ("stock", STOCK),
+    ],
+)
+def test_the_plugin_injects_what_the_mode_says_and_reports_once(tmp_path: Path, mode: str, expected: str) -> None:
+    done = load_plugins(tmp_path, handoff(tmp_path, mode).encode())
+    assert done.returncode == 0, done.stderr
+    injected, loaded = json.loads(done.stdout.splitlines()[-1])
+    assert injected == expected
+    (found,) = reports(tmp_path)
+    assert isinstance(found, PluginReport)
+    assert (found.mode, found.vllm) == (mode, "0.32.0+cpu")
+    # Every process of vLLM pays for what the plugin imports, so it imports nothing that is not there already.
+    heavy = [name for name in loaded if name.startswith(("vllm.distributed", "vllm.v1.worker", "cpupp.rank.comm"))]
+    assert heavy == []
+
+
+def test_without_a_handoff_nothing_happens(tmp_path: Path) -> None:
+    done = load_plugins(tmp_path, None)
+    assert json.loads(done.stdout.splitlines()[-1])[0] == STOCK, done.stderr
+    assert reports(tmp_path) == []
+
+
+def test_a_handoff_that_cannot_be_read_stops_vllm(tmp_path: Path) -> None:
+    done = load_plugins(tmp_path, '{"version": 99}')
+    assert done.returncode != 0
+    assert "handoff version 99 is not 1" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    folder = site(tmp_path_factory.mktemp("vllm"))
+    os.environ["PYTHONPATH"] = str(folder)
+    try:
+        with Gang([2]) as ranks:
+            yield ranks
+    finally:
+        del os.environ["PYTHONPATH"]
+
+
+def in_vllm(rank: int, encoded: str, name: str) -> dict[str, Any]:
+    """Build the communicator as a worker's GroupCoordinator does, and use it."""
+    os.environ[HANDOFF_ENV] = encoded
+    from cpupp.rank import vllm_adapter
+
+    kinds = {"links": vllm_adapter.LinksCommunicator, "fallback": vllm_adapter.FallbackCommunicator}
+    made = kinds[RankHandoff.decode(encoded).mode](
+        cpu_group=dist.group.WORLD,
+        device=torch.device("cpu"),
+        device_group=dist.group.WORLD,
+        unique_name=name,
+        use_all2all=False,
+    )
+    total = made.all_reduce(torch.full((3,), rank + 1.0))
+    whole = made.all_gather(torch.full((1, 2), rank))
+    at_zero = made.gather(torch.full((1,), rank), 0)
+    got: Any = None
+    if made.supports_tensor_dict:
+        made.send_tensor_dict({"rank": rank, "x": torch.full((2,), rank)}, 1 - rank)
+        got = made.recv_tensor_dict(1 - rank)
+        got["x"] = got["x"].tolist()
+    else:
+        with pytest.raises(NotImplementedError):
+            made.send_tensor_dict({"x": torch.ones(1)}, 1 - rank)
+        with pytest.raises(NotImplementedError):
+            made.recv_tensor_dict(1 - rank)
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    group = GroupCoordinator.__new__(GroupCoordinator)
+    group.device_communicator = made
+    group.use_cpu_custom_send_recv = "whatever this version computes"
+    result = {
+        "name": made.unique_name,
+        "supported": made.supports_tensor_dict,
+        "asked": getattr(group, "use_cpu_custom_send_recv", None),
+        "total": total.tolist(),
+        "whole": whole.tolist(),
+        "at_zero": None if at_zero is None else at_zero.tolist(),
+        "got": got,
+    }
+    dist.barrier()
+    made.destroy()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "supported"),
+    [("links", "auto", True), ("links", "gloo", True), ("fallback", "auto", True), ("fallback", "gloo", False)],
+)
+@pytest.mark.parametrize("name", ["pp:0", "tp:0"])
+def test_the_adapter_in_a_group(
+    gang: Gang, tmp_path: Path, mode: str, backend: str, supported: bool, name: str
+) -> None:
+    for rank, found in enumerate(gang.run(in_vllm, handoff(tmp_path, mode, backend).encode(), name)):
+        assert found == {
+            "name": name,
+            "supported": supported,
+            "asked": supported,
+            "total": [3.0] * 3,
+            "whole": [[0, 0, 1, 1]],
+            "at_zero": None if rank else [0, 1],
+            "got": {"rank": 1 - rank, "x": [1 - rank] * 2} if supported else None,
+        }
+    found_reports = reports(tmp_path)
+    assert sorted(r.rank for r in found_reports if isinstance(r, GroupReport)) == [0, 1]
+    assert {r.backend for r in found_reports if isinstance(r, GroupReport)} == {"shm" if backend == "auto" else "gloo"}
+
+
+def other_group(rank: int, encoded: str) -> bool:
+    os.environ[HANDOFF_ENV] = encoded
+    from cpupp.rank.vllm_adapter import LinksCommunicator
+
+    made = LinksCommunicator(cpu_group=dist.group.WORLD, device_group=dist.group.WORLD, unique_name="dcp:0")
+    return made.links is None and made.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_a_group_that_is_neither_tp_nor_pp_is_left_as_it_is(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(other_group, handoff(tmp_path, "links").encode()) == [True, True]
+    assert reports(tmp_path) == []
+
+
+def impossible(rank: int, encoded: str) -> str:
+    os.environ[HANDOFF_ENV] = encoded
+    from cpupp.rank import vllm_adapter
+
+    defaults: Any = Communicator.__init__.__kwdefaults__
+    defaults["shm_dir"] = Path("/nonexistent" if rank else "/dev/shm")
+    try:
+        vllm_adapter.LinksCommunicator(
+            cpu_group=dist.group.WORLD, device_group=dist.group.WORLD, unique_name="pp:0", use_all2all=False
+        )
+    except CpuppError as error:
+        return f"{error.code} {Obstacle.NO_FOLDER.text in error.message}"
+    finally:
+        defaults["shm_dir"] = Path("/dev/shm")
+    return "it started"
+
+
+def test_a_demand_that_cannot_be_met_is_reported_by_every_rank(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(impossible, handoff(tmp_path, "links", "shm").encode()) == ["SHM-DEMANDED True"] * 2
+    found = reports(tmp_path)
+    assert [type(r) for r in found] == [ErrorReport] * 2
+    assert {r.where for r in found if isinstance(r, ErrorReport)} == {"group pp:0 of ranks [0, 1]"}
+
+
+def cured(rank: int) -> list[Any]:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from cpupp.rank.vllm_adapter import cure_eager_pipeline
+
+    cure_eager_pipeline()
+    cure_eager_pipeline()
+
+    class Model:
+        def make_empty_intermediate_tensors(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> Any:
+            from vllm.sequence import IntermediateTensors
+
+            return IntermediateTensors({"hidden_states": torch.zeros(batch_size, 2, dtype=dtype, device=device)})
+
+    runner = GPUModelRunner.__new__(GPUModelRunner)
+    runner.intermediate_tensors = None
+    runner.model, runner.max_num_tokens, runner.device = Model(), 8, torch.device("cpu")
+    runner.model_config = type("Config", (), {"dtype": torch.float32})()
+    received = type("Received", (), {"items": lambda self: [("hidden_states", torch.ones(3, 2))]})()
+    found = runner.sync_and_gather_intermediate_tensors(3, received, True)
+    return [found["hidden_states"].tolist(), runner.intermediate_tensors["hidden_states"].shape[0]]
+
+
+def test_the_eager_fault_is_cured(gang: Gang) -> None:
+    """vLLM 0.27.1 to 0.32.0, eager: `assert self.intermediate_tensors is not None` at the first request."""
+    assert gang.run(cured, ranks=1) == [[[[1.0, 1.0]] * 3, 8]]
+
+
+def compiled(rank: int, encoded: str) -> list[Any]:
+    os.environ[HANDOFF_ENV] = encoded
+    from cpupp.rank.vllm_adapter import LinksCommunicator
+
+    made = LinksCommunicator(cpu_group=dist.group.WORLD, device_group=dist.group.WORLD, unique_name="tp:0")
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return made.all_gather(made.all_reduce(x * 2) + 1, -1)
+
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    result = run(torch.full((2, 2), rank + 1.0)).tolist()
+    made.destroy()
+    return result  # type: ignore[no-any-return]  # tolist is untyped
+
+
+def test_a_compiled_model_calls_our_collectives(gang: Gang, tmp_path: Path) -> None:
+    for backend in ("auto", "gloo"):
+        answers = gang.run(compiled, handoff(tmp_path, "links", backend).encode())
+        assert answers == [[[7.0] * 4] * 2] * 2
