@@ -307,6 +307,9 @@ def _runs_folder() -> Path:
 
 def main() -> None:
     """Run the command line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with the descriptor closed
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # stays open to the end
     try:
         app()
     except KeyboardInterrupt:  # before a verb has its own handler

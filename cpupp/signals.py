@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+TICK = 0.1
 CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -66,13 +67,22 @@ class Signals:
                 self._queue.put(("error", error))
 
         threading.Thread(target=run, daemon=True, name="cpupp-work").start()
-        kind, value = self._queue.get()
+        kind, value = self._next()
         if kind == "signal":
             raise Interrupted(value)
         if kind == "error":
             raise value
         result: T = value
         return result
+
+    def _next(self) -> tuple[str, Any]:
+        # Never waits without end: the kernel may hand a signal to any thread, and Python runs the handler only when the
+        # main thread runs again. A blocked get would sleep on (seen: one in five).
+        while True:
+            try:
+                return self._queue.get(timeout=TICK)
+            except queue.Empty:
+                continue
 
     def forward(self, target: Callable[[int], None]) -> None:
         """Hand every signal from now on, and those that wait, to `target`, which must only enqueue."""

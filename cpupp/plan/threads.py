@@ -133,9 +133,9 @@ def _chunks(items: list[T], num: int) -> list[list[T]]:
 
 
 def _ranks_per_node(sizes: list[int], num_ranks: int) -> list[int]:
-    """How many ranks each NUMA node takes: one more at a time to the node that then has most cores a rank."""
-    counts = [0] * len(sizes)
-    for _ in range(num_ranks):
+    """How many ranks each NUMA node takes: one, then one more at a time where that leaves most cores a rank."""
+    counts = [1] * len(sizes)  # no node stays idle
+    for _ in range(num_ranks - len(sizes)):
         room = [size / (count + 1) if count < size else 0.0 for size, count in zip(sizes, counts, strict=True)]
         counts[room.index(max(room))] += 1
     return counts
