@@ -82,13 +82,13 @@ class _Chain:
         """Return a logged-in transport to the target."""
         if hops > MAX_HOPS:
             raise _unreachable(target.name, f"more than {MAX_HOPS} jumps: the SSH config runs in a circle")
-        identities = Identities(target)
-        for _ in range(MAX_LOGINS):
-            transport = self._connect(target, hops)
-            if _log_in(transport, target, identities):
-                transport.set_keepalive(KEEPALIVE_S)
-                return transport
-            # The server hung up after too many keys: come back with those that it has not seen.
+        with contextlib.closing(Identities(target)) as identities:
+            for _ in range(MAX_LOGINS):
+                transport = self._connect(target, hops)
+                if _log_in(transport, target, identities):
+                    transport.set_keepalive(KEEPALIVE_S)
+                    return transport
+                # The server hung up after too many keys: come back with those that it has not seen.
         raise _no_login(target, f"the server hung up {MAX_LOGINS} times ({identities.describe()})")
 
     def _connect(self, target: SshTarget, hops: int) -> paramiko.Transport:
@@ -323,3 +323,5 @@ class SshConnection:
     def close(self) -> None:
         """Drop the connection and all hops. Never raises."""
         self._chain.close()
+        with contextlib.suppress(Exception):
+            self._channel.close()  # nothing is sent any more; it gives back the two descriptors of `fileno`

@@ -33,12 +33,18 @@ class Identities(Iterator[Key]):
     def __init__(self, target: SshTarget) -> None:
         self.offered: list[str] = []
         self.skipped: list[str] = []
+        self._agent: paramiko.Agent | None = None
         self._keys = self._find(target)
 
     def __next__(self) -> Key:
         key = next(self._keys)
         self.offered.append(key.source)
         return key
+
+    def close(self) -> None:
+        """Close the connection to the user's agent, whose keys cannot sign any more then."""
+        if self._agent is not None:
+            self._agent.close()
 
     def describe(self) -> str:
         """Return what was offered and what could not be, for messages."""
@@ -54,7 +60,7 @@ class Identities(Iterator[Key]):
                 yield key
 
     def _candidates(self, target: SshTarget) -> Iterator[Key]:
-        held = _agent_keys()
+        held = self._agent_keys()
         explicit = [path for path in target.identity_files if path.exists() or _public(path)]
         for path in explicit:
             yield from self._from_file(path, held)
@@ -64,6 +70,16 @@ class Identities(Iterator[Key]):
         for name in DEFAULT_NAMES if not explicit else ():
             if (folder / name).exists():
                 yield from self._from_file(folder / name, held)
+
+    def _agent_keys(self) -> dict[bytes, Key]:
+        import paramiko
+
+        try:
+            self._agent = paramiko.Agent()
+            keys = self._agent.get_keys()
+        except (paramiko.SSHException, OSError):
+            return {}
+        return {key.asbytes(): Key(private=key, source=f"agent key {key.fingerprint}") for key in keys}
 
     def _from_file(self, path: Path, held: dict[bytes, Key]) -> Iterator[Key]:
         """The agent's copy of the key when it has one, else the file's."""
@@ -91,13 +107,3 @@ def _public(path: Path) -> bytes:
         return base64.b64decode(Path(f"{path}.pub").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         return b""
-
-
-def _agent_keys() -> dict[bytes, Key]:
-    import paramiko
-
-    try:
-        keys = paramiko.Agent().get_keys()
-    except (paramiko.SSHException, OSError):
-        return {}
-    return {key.asbytes(): Key(private=key, source=f"agent key {key.fingerprint}") for key in keys}

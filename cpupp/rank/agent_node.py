@@ -259,6 +259,7 @@ class Node:
                 time.sleep(POLL_S)
                 continue
             if "gone" in status:
+                self.gone.wait(1.0)  # the keeper's own end: after this event a new attempt may begin
                 rest = self.log.end()
                 if rest:
                     self._emit("output", data=rest)

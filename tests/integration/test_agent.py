@@ -246,6 +246,18 @@ def test_two_nodes_and_a_second_attempt(bench: Bench) -> None:
     assert bench.output(1) == "again\n"
 
 
+def test_attempts_follow_each_other_at_once_and_cost_no_descriptor(bench: Bench) -> None:
+    def attempt() -> int:
+        bench.prepare()
+        bench.start("pass")
+        bench.wait_event("gone")
+        bench.events.clear()
+        return len(list(Path(f"/proc/{bench.agent}/fd").iterdir()))
+
+    before = attempt()
+    assert [attempt() for _ in range(5)] == [before] * 5
+
+
 def test_the_death_of_a_worker_is_told_while_the_node_lives(bench: Bench) -> None:
     bench.start("""
         worker = child("say('worker'); time.sleep(600)")

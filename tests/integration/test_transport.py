@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.ssh import SshTransport
+from cpupp.launch.transport import LocalTransport
 from tests.integration.agent_bench import GONE_S, Bench, wait_until
 from tests.testbed.bed import Bed, Host, HostOptions, hosts
 
@@ -305,6 +307,24 @@ def test_many_sessions_at_once_within_max_startups() -> None:
                 pass
             list(pool.map(lambda bench: bench.session.close(), benches))
         assert bed[0].wait_quiet() == []
+
+
+@pytest.mark.parametrize("way", ["local", "ssh"])
+def test_sessions_leave_no_descriptor_and_no_thread(bed: Bed, config: Path, way: str) -> None:
+    def num_descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def cycle() -> None:
+        with Bench(SshTransport("b", config=config) if way == "ssh" else LocalTransport()) as bench:
+            bench.start("time.sleep(600)")
+
+    cycle()
+    before = num_descriptors(), threading.active_count()
+    for _ in range(5):
+        cycle()
+    # paramiko's thread closes its socket a moment later.
+    wait_until(lambda: num_descriptors() <= before[0], f"return to {before[0]} descriptors")
+    wait_until(lambda: threading.active_count() <= before[1], "the end of all threads")
 
 
 def test_paramiko_prints_nothing(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
