@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from cpupp.plan.checks import CHECKS
 from cpupp.plan.diagnose import Report
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Finding
@@ -72,6 +73,17 @@ def summary(report: Report) -> str:
     """`2 errors, 1 warning, 14 in order`."""
     parts = [count(report.count("error"), "error"), count(report.count("warning"), "warning")]
     return f"{', '.join(parts)}, {report.count('ok')} in order"
+
+
+def catalogue_text() -> str:
+    """docs/checks.md: every check with its code."""
+    rows = "".join(f"| `{entry.code}` | {entry.about} |\n" for entry in CHECKS.values())
+    return (
+        "# The checks of `cpupp doctor`\n\n"
+        "Made from the code (`pytest tests/unit --update-golden`). A finding is `ok`, `warning` (it runs, but costs\n"
+        "or surprises) or `error` (it would fail, or answer wrongly). Errors make `cpupp doctor` exit with 4.\n\n"
+        f"| code | what is in order when it is ok |\n| --- | --- |\n{rows}"
+    )
 
 
 def report_data(report: Report, facts: Mapping[str, HostFacts]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ SHM_PER_THREAD = 4 * MIB
 SHM_BASE = 64 * MIB
 """Broadcast queues of API server, engine and workers, and what torch puts there."""
 MIN_OPEN_FILES = 4096
+OWN_CHECK = ("ENGINE-", "MODEL-", "PARITY", "NET-")
+"""Codes of a plan's errors that another check reports in more words."""
 
 
 @check("HOST-REACH", "the host answers over SSH, and its python3 runs the agent")
@@ -342,9 +344,10 @@ def plan_is_possible(case: Case) -> Iterator[Finding]:
     try:
         made = make_plan(case.spec, case.facts)
     except CpuppErrors as problems:
-        yield from map(_from_error, problems.errors)
+        yield from (_from_error(p) for p in problems.errors if not p.code.startswith(OWN_CHECK))
     except CpuppError as problem:
-        yield _from_error(problem)
+        if not problem.code.startswith(OWN_CHECK):
+            yield _from_error(problem)
     else:
         yield ok("", f"{len(made.ranks)} ranks on {len(made.hosts)} hosts", made.kv_reason)
 

@@ -1,0 +1,190 @@
+"""What people see: pages, progress on a pipe, how a run ended."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from cpupp.errors import CpuppError, CpuppErrors
+from cpupp.launch.api import Answer
+from cpupp.launch.supervisor import Ready, RunResult
+from cpupp.plan.backend import plan_groups
+from cpupp.plan.grid import make_grid
+from cpupp.plan.lifecycle import Failure
+from cpupp.plan.plan import Plan, make_plan
+from cpupp.render import Page, error_page, flat, page_width, visible
+from cpupp.render_launch import LaunchView, result_data, result_page
+from cpupp.render_plan import gib, link_bundles, ranges
+from tests.unit.factory import cluster, machines
+
+
+class Terminal(io.StringIO):
+    """A terminal of a kind."""
+
+    def isatty(self) -> bool:
+        """It is one."""
+        return True
+
+
+def pair() -> Plan:
+    """A plan of two hosts."""
+    return make_plan(cluster("a", "b", pipeline=2), machines("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [((), ""), ((3,), "3"), ((0, 1, 2, 5), "0-2,5"), ((5, 0, 1), "0-1,5"), ((1, 3, 5), "1,3,5")],
+)
+def test_ranges(numbers: tuple[int, ...], text: str) -> None:
+    assert ranges(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(1 << 30, "1 GiB"), (3 << 29, "1.50 GiB"), (41 << 28, "10.2 GiB"), (1 << 38, "256 GiB")]
+)
+def test_sizes(size: int, text: str) -> None:
+    assert gib(size) == text
+
+
+def test_hidden_characters_are_shown() -> None:
+    assert visible("a\x1b[31mb\nc\u202ed\tü") == "a\\x1b[31mb\\nc\\u202ed\tü"
+
+
+def test_tables_leave_empty_columns_out() -> None:
+    page = Page()
+    page.table(("a", "b", "c"), [("1", "", "x"), ("22", "", "")])
+    assert page.text() == "  a   c\n  1   x\n  22\n"
+
+
+def test_a_terminal_gets_colours_and_a_pipe_the_same_text() -> None:
+    page = Page()
+    page.heading("Groups")
+    page.line("  [not markup] :smile:", "green")
+    terminal, pipe = Terminal(), io.StringIO()
+    page.show(terminal)
+    page.show(pipe)
+    assert "\x1b" not in pipe.getvalue()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == pipe.getvalue()
+
+
+def test_saved_text_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert page_width(io.StringIO()) == 120
+
+
+def test_errors_say_what_where_and_what_next() -> None:
+    errors = CpuppErrors([CpuppError("A", "one", hint="do this", where="f:1"), CpuppError("B", "two\nlines")])
+    assert error_page(flat(errors)).text() == "error: f:1: one\n  hint: do this\nerror: two\n       lines\n2 errors\n"
+
+
+def test_hundreds_of_links_are_told_in_few_lines() -> None:
+    names = [f"h{n}" for n in range(16)]
+    spec = cluster(*names, pipeline=16)
+    (group,) = plan_groups(spec, make_grid(spec), machines(*names))
+    assert link_bundles(group) == [
+        (
+            "gloo",
+            "two machines each (boot ids differ)",
+            "0<->1, 0<->2, 0<->3, 0<->4, 0<->5, 0<->6, 0<->7, 0<->8 and 112 more",
+        )
+    ]
+
+
+def test_progress_on_a_pipe_is_one_line_a_change() -> None:
+    stream = io.StringIO()
+    view = LaunchView(pair(), stream)
+    view.phase(0, "a", "loading weights", 3.25)
+    view.log(1, "b", "INFO hello\x1b[0m")
+    view.note("something")
+    view.close()
+    assert stream.getvalue() == "   3.2 s  [a 0] loading weights\n[b 1] INFO hello\\x1b[0m\nnote: something\n"
+
+
+def test_ready_shows_the_endpoint_and_a_curl_line() -> None:
+    stream = io.StringIO()
+    LaunchView(pair(), stream).ready(Ready(url="http://10.0.0.1:8000/v1", model="it's", seconds=36.04))
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == "ready after 36.0 s: it's at http://10.0.0.1:8000/v1"
+    assert lines[2].startswith(
+        "  curl http://10.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '"
+    )
+    assert """{"model": "it'"'"'s", """ in lines[2]
+
+
+def test_a_terminal_shows_what_each_rank_does() -> None:
+    stream = Terminal()
+    view = LaunchView(pair(), stream)
+    view.phase(0, "a", "compiling", 40.0)
+    view.log(1, "b", "a line")
+    view.close()
+    shown = stream.getvalue()
+    assert "compiling" in shown
+    assert "[b 1] a line" in shown
+
+
+def failed() -> RunResult:
+    """A run whose rank 1 died."""
+    first = Failure(
+        host="b",
+        node_rank=1,
+        ranks=(1,),
+        code="RANK-EXIT",
+        message="exited with signal 9: probably out of memory",
+        hint="see dmesg",
+        last_lines=("loading", "Killed"),
+    )
+    second = Failure(host="a", node_rank=0, ranks=(0,), code="RANK-EXIT", message="exited with code 1")
+    return RunResult(
+        outcome="failed",
+        exit_code=1,
+        first_failure=first,
+        consequences=(second,),
+        answer=None,
+        folder=Path("/runs/pair-1"),
+        ready_seconds=None,
+        leftovers=("host b: /dev/shm/x",),
+    )
+
+
+def test_the_first_failure_is_named_first_with_its_own_last_lines() -> None:
+    assert result_page(failed(), 120).text() == (
+        "\n"
+        "error: rank 1 on b: exited with signal 9: probably out of memory\n"
+        "  hint: see dmesg\n"
+        "  its last lines (b):\n"
+        "    loading\n"
+        "    Killed\n"
+        "stopped or failed as a consequence:\n"
+        "  rank 0 on a: exited with code 1\n"
+        "left behind: host b: /dev/shm/x\n"
+        "failed; logs: /runs/pair-1/logs\n"
+    )
+
+
+def test_a_result_as_data() -> None:
+    data = result_data(pair(), failed())
+    assert data["outcome"] == "failed"
+    assert data["first_failure"]["ranks"] == [1]
+    assert data["answer"] is None
+
+
+def test_an_answer_tells_its_speed() -> None:
+    answer = Answer(text="Paris.", prompt_tokens=9, completion_tokens=20, seconds=2.0, tokens_per_second=10.0)
+    result = RunResult(
+        outcome="ok",
+        exit_code=0,
+        first_failure=None,
+        consequences=(),
+        answer=answer,
+        folder=Path("/runs/x"),
+        ready_seconds=30.0,
+        leftovers=(),
+    )
+    assert (
+        result_page(result, 120).text() == "20 tokens in 2.0 s: 10.0 tokens per second\nstopped; logs: /runs/x/logs\n"
+    )
+    data = result_data(pair(), result)
+    assert data["answer"]["text"] == "Paris."
