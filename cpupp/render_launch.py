@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from cpupp.errors import CpuppError
 from cpupp.plan.network import url_host
 from cpupp.plan.plan import Plan
+from cpupp.printer import Line, Printer
 from cpupp.render import Page, page_width, visible, write
 from cpupp.render_plan import ranges
 
@@ -45,6 +46,7 @@ class LaunchView:
         self._started = time.monotonic() if started is None else started
         self._rows = {n.node_rank: _Row(host=n.host, ranks=ranges(n.ranks)) for n in plan.nodes}
         self._live: Live | None = _start_live(self._stream, self._table) if self._stream.isatty() else None
+        self._printer = Printer(self._print)
 
     def phase(self, node_rank: int, host: str, phase: str, seconds: float) -> None:
         """Show what a vLLM node does now. seconds: since the launch began."""
@@ -55,7 +57,7 @@ class LaunchView:
 
     def log(self, node_rank: int, host: str, line: str) -> None:
         """Show one line of a vLLM node's output."""
-        self._line(f"{self._prefix(node_rank)} {line}")
+        self._line(f"{self._prefix(node_rank)} {line}", may_drop=True)
 
     def ready(self, ready: Ready) -> None:
         """Show the endpoint and how to ask it."""
@@ -65,16 +67,17 @@ class LaunchView:
         page.line(f"  {curl_line(ready.url, ready.model)}")
         page.line("  Ctrl-C stops all vLLM nodes")
         page.line()
-        self._page(page)
+        self._printer.put(page.lines)
 
     def note(self, text: str) -> None:
         """Show anything else."""
         page = Page(page_width(self._stream))
         page.prose(text, indent="", hang="note: ", style="yellow")
-        self._page(page)
+        self._printer.put(page.lines)
 
     def close(self) -> None:
-        """End the live table; its last state stays."""
+        """Print what waits and end the live table; its last state stays."""
+        self._printer.close()
         if self._live is not None:
             live, self._live = self._live, None
             with suppress(OSError, ValueError, SystemExit):
@@ -84,23 +87,24 @@ class LaunchView:
         row = self._rows[node_rank]
         return f"[{row.host} {row.ranks}]"
 
-    def _line(self, text: str) -> None:
-        page = Page()
-        page.line(text)
-        self._page(page)
+    def _line(self, text: str, *, may_drop: bool = False) -> None:
+        self._printer.put([(visible(text), "")], may_drop=may_drop)
 
-    def _page(self, page: Page) -> None:
-        if self._live is None:
-            page.show(self._stream)
+    def _print(self, lines: list[Line]) -> None:
+        """Runs in the printer's thread. On a terminal, lines go above the live table."""
+        live = self._live
+        bare = "".join(f"{text}\n" for text, _ in lines)
+        if live is None:
+            write(self._stream, bare)
             return
         from rich.text import Text
 
+        block = Text("\n").join(Text(text, style=style) for text, style in lines)
         try:
-            for line, style in page.lines:
-                self._live.console.print(Text(line, style=style), soft_wrap=True)
+            live.console.print(block, soft_wrap=True)
         except (OSError, ValueError, SystemExit):  # the terminal is gone; rich turns a broken pipe into SystemExit
             self._live = None
-            write(self._stream, page.text())
+            write(self._stream, bare)
 
     def _table(self) -> Table:
         from rich.table import Table

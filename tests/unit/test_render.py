@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from cpupp.plan.backend import plan_groups
 from cpupp.plan.grid import make_grid
 from cpupp.plan.lifecycle import Failure
 from cpupp.plan.plan import Plan, make_plan
+from cpupp.printer import MAX_WAITING, Printer
 from cpupp.render import Page, error_page, flat, page_width, visible
 from cpupp.render_launch import LaunchView, result_data, result_page
 from cpupp.render_plan import gib, link_bundles, ranges
@@ -105,7 +108,9 @@ def test_progress_on_a_pipe_is_one_line_a_change() -> None:
 
 def test_ready_shows_the_endpoint_and_a_curl_line() -> None:
     stream = io.StringIO()
-    LaunchView(pair(), stream).ready(Ready(url="http://10.0.0.1:8000/v1", model="it's", seconds=36.04))
+    view = LaunchView(pair(), stream)
+    view.ready(Ready(url="http://10.0.0.1:8000/v1", model="it's", seconds=36.04))
+    view.close()
     lines = stream.getvalue().splitlines()
     assert lines[1] == "ready after 36.0 s: it's at http://10.0.0.1:8000/v1"
     assert lines[2].startswith(
@@ -123,6 +128,31 @@ def test_a_terminal_shows_what_each_rank_does() -> None:
     shown = stream.getvalue()
     assert "compiling" in shown
     assert "[b 1] a line" in shown
+
+
+def test_a_reader_that_pauses_stops_nobody() -> None:
+    asked, reads = threading.Event(), threading.Event()
+    shown: list[str] = []
+
+    def show(lines: list[tuple[str, str]]) -> None:
+        asked.set()
+        reads.wait(30)
+        shown.extend(text for text, _ in lines)
+
+    printer = Printer(show)
+    printer.put([("first", "")])
+    assert asked.wait(30)
+    start = time.monotonic()
+    for number in range(3 * MAX_WAITING):
+        printer.put([(str(number), "")], may_drop=True)
+    printer.put([("important", "")])
+    assert time.monotonic() - start < 5
+    reads.set()
+    printer.close(timeout=30)
+    assert shown[0] == "first"
+    assert shown[-1] == "important"
+    assert re.fullmatch(r"\(\d+ log lines not shown here; the log files have them\)", shown[-2])
+    assert len(shown) < MAX_WAITING + 10
 
 
 def failed() -> RunResult:
