@@ -205,26 +205,31 @@ class AgentSession:
         )
 
     def _read(self, rest: bytes) -> None:
+        reason = "the session's reading thread failed"
+        try:
+            reason = self._read_to_end(rest)
+        finally:
+            self._end(reason)
+
+    def _read_to_end(self, rest: bytes) -> str:
+        """Take in lines until the connection ends; return why it did."""
         assert self._connection is not None
         heard = time.monotonic()
-        reason = ""
-        while not reason:
+        while True:
             *lines, rest = rest.split(b"\n")
             for line in lines:
                 self._take(line)
             try:
                 data = self._connection.receive(1.0)
             except ConnectionLostError as error:
-                reason = str(error)
-                break
+                return str(error)
             if data == b"" or len(rest) > LONGEST_LINE:
-                reason = self._how_it_ended()
-            elif data:
+                return self._how_it_ended()
+            if data:
                 heard = time.monotonic()
                 rest += data
             elif time.monotonic() - heard > self.leash_s:
-                reason = f"no sign of life for {self.leash_s:g} s"
-        self._end(reason)
+                return f"no sign of life for {self.leash_s:g} s"
 
     def _how_it_ended(self) -> str:
         assert self._connection is not None

@@ -30,6 +30,7 @@ from .agent_outbox import Outbox
 PROTOCOL = 1
 LEASH_S = 20.0
 GRACE_S = 5.0
+LEASH_GRACE_S = 3.0  # when the launcher is gone nobody waits for last words, and ten seconds are promised for all
 KILL_S = 2.0  # what a keeper gets beyond the grace before the agent takes over
 DRAIN_S = 2.0  # how long a stop waits for the launcher to read the last output
 LONGEST_BODY = 16 << 20
@@ -102,8 +103,11 @@ class Agent:
         """End everything without waiting for the launcher, which is gone or deaf."""
         for node in list(self.nodes.values()):
             node.hurry.set()
-        with contextlib.suppress(OSError):
-            self.stop(self.grace_s, 0.0)
+        # Bounded, whatever hangs: when this process ends, the keepers go on by themselves.
+        grace_s = min(self.grace_s, LEASH_GRACE_S)
+        stop = threading.Thread(target=self.stop, args=(grace_s, 0.0), daemon=True)
+        stop.start()
+        stop.join(grace_s + 2 * KILL_S)
         self.nonces.clear()
         self.outbox.flush(0.5)
 
@@ -156,6 +160,7 @@ class Agent:
         with self.lock:
             if any(not node.gone.is_set() for node in self.nodes.values()):
                 raise RequestError("AGENT-BUSY", f"vLLM nodes of run {self.run_id} still run here")
+            self._refuse_while_stopping()
             self._drop_site()
             try:
                 self.site, self.held = agent_site.make_site(
@@ -174,14 +179,22 @@ class Agent:
                 raise RequestError("AGENT-REQUEST", "start before prepare")
             if number in self.nodes:
                 raise RequestError("AGENT-REQUEST", f"vLLM node {number} was started already")
+            self._refuse_while_stopping()
             reports = str(request.get("reports") or f"{{site}}/reports-{number}.ndjson").replace("{site}", self.site)
             node = Node(number, self._order(number, request), reports, self.outbox, self.children, self.sources)
+            node.launch()
             self.nodes[number] = node
-            try:
-                return {"pid": node.start()}
-            except (NodeError, OSError) as error:
-                del self.nodes[number]
-                raise RequestError("START-FAILED", str(error)) from None
+        # Not under the lock: a program on a dead network disk may take for ever, and a stop must still get through.
+        try:
+            return {"pid": node.wait_started()}
+        except NodeError as error:
+            with self.lock:
+                self.nodes.pop(number, None)
+            raise RequestError("START-FAILED", str(error)) from None
+
+    def _refuse_while_stopping(self) -> None:
+        if self.stopping.locked():
+            raise RequestError("AGENT-BUSY", "a stop is under way here")
 
     def _order(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
         """Everything that a keeper needs; see agent_keeper."""
@@ -206,7 +219,7 @@ class Agent:
             "shm_prefix": f"cpupp-{self.run_id}-",
             "agent_pid": os.getpid(),
             "leash_s": self.leash_s,
-            "grace_s": self.grace_s,
+            "grace_s": min(self.grace_s, LEASH_GRACE_S),
         }
 
     def stop(self, grace_s: float, drain_s: float) -> dict[str, Any]:
@@ -218,7 +231,8 @@ class Agent:
         for node in list(self.nodes.values()):
             node.stop(grace_s)
         with self.stopping:
-            nodes = dict(self.nodes)
+            with self.lock:  # a start that is under way is part of it, a later one is refused
+                nodes = dict(self.nodes)
             for node in nodes.values():
                 node.stop(grace_s)
             _wait(nodes, grace_s + KILL_S, lambda node: node.gone)

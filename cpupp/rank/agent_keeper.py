@@ -126,6 +126,10 @@ class Keeper:
         if not data:
             self.agent_there = False
             self.stop(self.grace_s)
+        self.take_orders(data)
+
+    def take_orders(self, data: bytes) -> None:
+        """Act on complete lines, keep the rest."""
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         for line in filter(None, lines):
             self.stop(json.loads(line)["stop"])
@@ -240,5 +244,5 @@ def main(sources: dict[str, str]) -> int:
         data = (data + piece).lstrip(b"\n")  # an empty line is the agent's sign of life, which may come first
     order, _, rest = data.partition(b"\n")
     keeper = Keeper(json.loads(order), control)
-    keeper.buffer = rest
+    keeper.take_orders(rest)
     return keeper.run()

@@ -142,8 +142,8 @@ class Node:
         self._write_lock = threading.Lock()
         self.keeper: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> int:
-        """Start keeper and node; return the main process's pid. Raises NodeError when it cannot be executed."""
+    def launch(self) -> None:
+        """Start the keeper and give it its order; `wait_started` tells what came of it. Raises OSError."""
         read_end, self._write_end = os.pipe()
         try:
             keeper_log = os.open(self._keeper_log(), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -167,6 +167,9 @@ class Node:
             self.keeper.stdin.close()
         self._order(json.dumps(self.order).encode())
         threading.Thread(target=self._watch, name=f"watch-{self.number}", daemon=True).start()
+
+    def wait_started(self) -> int:
+        """Return the main process's pid once it runs. Raises NodeError when it cannot be executed."""
         self._first.wait()
         if self._error:
             raise NodeError(self._error)
@@ -193,8 +196,10 @@ class Node:
                 self.keeper.kill()
 
     def _order(self, line: bytes) -> None:
+        view = memoryview(line + b"\n")
         with self._write_lock, contextlib.suppress(OSError):
-            os.write(self._write_end, line + b"\n")
+            while view:
+                view = view[os.write(self._write_end, view) :]
 
     def _keeper_log(self) -> str:
         return str(self.order["log"]) + ".keeper"
