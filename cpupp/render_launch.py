@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cpupp.launch.supervisor import Ready, RunResult
-    from cpupp.plan.lifecycle import Failure
+    from cpupp.plan.failures import Failure
 
 MAX_LAST_LINES = 20
 

@@ -16,8 +16,7 @@ from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
 from cpupp.launch.site import site_files
 from cpupp.plan.command import SITE, RankCommand
-from cpupp.plan.handoff import HANDOFF_ENV, HandoffError, RankHandoff, decode_report
-from cpupp.plan.lifecycle import (
+from cpupp.plan.events import (
     Action,
     AnnounceReady,
     Ask,
@@ -29,7 +28,6 @@ from cpupp.plan.lifecycle import (
     Down,
     Event,
     Exited,
-    Failure,
     Health,
     HostLost,
     Interrupted,
@@ -39,12 +37,12 @@ from cpupp.plan.lifecycle import (
     Spawned,
     StartFailed,
     StartNodes,
-    State,
     StopAll,
     Tick,
-    initial_state,
-    step,
 )
+from cpupp.plan.failures import Failure
+from cpupp.plan.handoff import HANDOFF_ENV, HandoffError, RankHandoff, decode_report
+from cpupp.plan.lifecycle import State, initial_state, step
 from cpupp.plan.plan import HostPlan, Plan
 
 TICK = 0.2

@@ -7,16 +7,40 @@ Times are seconds of one monotonic clock, passed in with every event.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cpupp.errors import ExitCode
 from cpupp.plan.backend import GroupPlan
+from cpupp.plan.events import (
+    Action,
+    AnnounceReady,
+    Ask,
+    Asked,
+    Begin,
+    CheckHealth,
+    Complete,
+    Completed,
+    Down,
+    Event,
+    Exited,
+    Health,
+    HostLost,
+    Interrupted,
+    Logged,
+    RankDied,
+    Reported,
+    Spawned,
+    StartFailed,
+    StartNodes,
+    StopAll,
+    Tick,
+)
+from cpupp.plan.failures import Failure, exit_text, order_failures, with_words
 from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport, Report
 from cpupp.plan.plan import Plan
-from cpupp.plan.versions import AFTER_JOINING, JOINED, phase_of
+from cpupp.plan.versions import AFTER_JOINING, JOINED, WORKER_EXCEPTION, phase_of
 
 SETTLE = 1.5
 """After the first sign of failure, how long the others may still speak before the first failure is named: the rank that
@@ -25,189 +49,10 @@ ANNOUNCE_GRACE = 10.0
 """How long after its vLLM node shows a healthy API or loaded weights a missing announcement is still awaited."""
 HEALTH_EVERY = 0.5
 
-_CONSEQUENCE = re.compile(
-    r"Connection (reset|closed|refused)|Broken pipe|EngineDeadError|Engine core (proc|initialization)|"
-    r"Socket closed|gloo|recvBytes|TCPStore|Worker proc .* died",
-    re.IGNORECASE,
-)
-_SIGNAL_MEANING = {
-    signal.SIGKILL: "probably out of memory (see `dmesg` on that host)",
-    signal.SIGILL: "illegal instruction: this build of vLLM does not fit the CPU",
-    signal.SIGBUS: "bus error: /dev/shm is probably full",
-    signal.SIGSEGV: "segmentation fault",
-    signal.SIGABRT: "aborted",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What went wrong on one vLLM node or host. last_lines are its own log's, oldest first."""
-
-    host: str
-    node_rank: int | None
-    ranks: tuple[int, ...]
-    code: str
-    message: str
-    hint: str = ""
-    last_lines: tuple[str, ...] = ()
-
-
-# Events ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something that happened at time `at`."""
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin(Event):
-    """The supervisor runs: start the vLLM nodes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick(Event):
-    """Time passed. tails: the last lines of each vLLM node's log, needed when a failure is to be named."""
-
-    tails: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spawned(Event):
-    """A vLLM node's process was started."""
-
-    node_rank: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartFailed(Event):
-    """A vLLM node could not be started at all: the host's own words."""
-
-    node_rank: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logged(Event):
-    """A vLLM node wrote a line."""
-
-    node_rank: int
-    line: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reported(Event):
-    """A rank reported (rank/communicator.py, rank/vllm_plugin.py)."""
-
-    node_rank: int
-    report: Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exited(Event):
-    """A vLLM node's main process ended; a negative code is a signal."""
-
-    node_rank: int
-    code: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankDied(Event):
-    """A worker process that had reported is gone while its vLLM node's main process still runs."""
-
-    node_rank: int
-    rank: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLost(Event):
-    """The agent of a host, or the way to it, is gone."""
-
-    host: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health(Event):
-    """/health answered with 200 (healthy) or not at all."""
-
-    healthy: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completed(Event):
-    """The completion that proves readiness came back (error empty), or did not."""
-
-    error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked(Event):
-    """The question of --ask was answered (error empty), or was not."""
-
-    error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interrupted(Event):
-    """A signal reached the launcher."""
-
-    signum: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Down(Event):
-    """Every host has stopped, or could not be reached any more."""
-
-
-# Actions --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartNodes:
-    """Prepare the site folders and start every vLLM node, all hosts at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckHealth:
-    """Ask the head's /health through its agent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Complete:
-    """Request one real completion."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnounceReady:
-    """Tell the user the endpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Ask the user's question over the API."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopAll:
-    """TERM, grace, KILL everywhere. now: the user insists, so no grace."""
-
-    now: bool = False
-
-
-Action = StartNodes | CheckHealth | Complete | AnnounceReady | Ask | StopAll
-
-
-# State ----------------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """One vLLM node: phase is what it is doing now; trouble is its first line that looks like a failure's cause."""
+    """One vLLM node: phase is what it is doing now, since when; exit_code is set once its main process ended."""
 
     node_rank: int
     host: str
@@ -315,9 +160,7 @@ def _tick(state: State, now: float, tails: Mapping[int, tuple[str, ...]]) -> tup
     if state.stage == "failing":
         if now < state.decide_at:
             return state, ()
-        failures = tuple(
-            f if f.node_rank is None else replace(f, last_lines=tails.get(f.node_rank, ())) for f in state.failures
-        )
+        failures = tuple(with_words(failure, tails) for failure in state.failures)
         return _stop(replace(state, failures=order_failures(failures)))
     if state.stage in ("starting", "proving") and now >= state.deadline:
         return _stop(_not_ready(state))
@@ -359,6 +202,8 @@ def _answered(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 
 
 def _logged(state: State, node_rank: int, line: str, now: float) -> State:
+    if WORKER_EXCEPTION.search(line):
+        return _fail(state, _node_failure(state, node_rank, "RANK-EXCEPTION", "a worker raised an exception"), now)
     phase = phase_of(line, state.nodes[node_rank].phase)
     if phase is None:
         return state
@@ -397,29 +242,6 @@ def mismatch(group: GroupPlan | None, report: GroupReport) -> str | None:
     if group.backend != report.backend:
         return f"rank {report.rank}, {name}: plan {group.backend}, rank {report.backend} ({report.reason})"
     return None
-
-
-def order_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-    """Put the cause first: a failure whose own last lines only tell of a lost peer comes after one that tells more."""
-
-    def weight(failure: Failure) -> int:
-        if failure.code in ("RANK-ERROR", "RANK-SIGNAL", "RANK-DIED", "RANK-START", "INJECTION-MISMATCH", "HOST-LOST"):
-            return 0
-        return 2 if any(_CONSEQUENCE.search(line) for line in failure.last_lines[-8:]) else 1
-
-    return tuple(sorted(failures, key=weight))
-
-
-def exit_text(code: int) -> str:
-    """What an exit code of a vLLM node means, in words."""
-    if code >= 0:
-        return f"exited with code {code}" + (" although nobody stopped it" if code == 0 else "")
-    try:
-        name = signal.Signals(-code)
-    except ValueError:
-        return f"killed by signal {-code}"
-    meaning = _SIGNAL_MEANING.get(name)
-    return f"killed by {name.name}" + (f": {meaning}" if meaning else "")
 
 
 def _missing(state: State) -> list[tuple[int, str, tuple[int, ...]]]:

@@ -9,10 +9,7 @@ import pytest
 
 from cpupp.errors import ExitCode
 from cpupp.plan.cluster import ClusterSpec
-from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport
-from cpupp.plan.lifecycle import (
-    ANNOUNCE_GRACE,
-    SETTLE,
+from cpupp.plan.events import (
     Action,
     AnnounceReady,
     Ask,
@@ -33,13 +30,12 @@ from cpupp.plan.lifecycle import (
     Spawned,
     StartFailed,
     StartNodes,
-    State,
     StopAll,
     Tick,
-    exit_text,
-    initial_state,
-    step,
 )
+from cpupp.plan.failures import exit_text
+from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport
+from cpupp.plan.lifecycle import ANNOUNCE_GRACE, SETTLE, State, initial_state, step
 from cpupp.plan.plan import Plan, make_plan
 
 
@@ -168,6 +164,30 @@ def test_the_first_failure_is_the_cause_and_the_other_its_consequence() -> None:
     assert run.state.failures[0].last_lines == ("loading",)
     assert "out of memory" in run.state.failures[0].message
     assert (run.state.outcome, run.state.exit_code) == ("failed", 1)
+
+
+def test_an_exception_in_a_log_is_a_failure_though_nothing_exits() -> None:
+    """vllm #23985: a rank raises, the others wait, /health stays 200."""
+    run = History().serving()
+    error = "(Worker_PP1 pid=7) ERROR 11-29 17:45:43 [multiproc_executor.py:1063] "
+    run.feed(Logged(at=20, node_rank=1, line=error + "WorkerProc hit an exception."))
+    run.feed(RankDied(at=20.5, node_rank=0, rank=0, pid=3))  # vLLM kills the head's worker for it
+    tail = (error + "Traceback (most recent call last):", error + "ValueError: no such layer", error + "  more")
+    assert run.feed(Tick(at=20 + SETTLE, tails={1: tail})) == (StopAll(),)
+    assert run.codes() == ["RANK-EXCEPTION", "RANK-DIED"]
+    assert run.state.failures[0].message == "a worker raised ValueError: no such layer"
+
+
+def test_an_exception_about_a_lost_peer_is_a_consequence() -> None:
+    """A killed worker says nothing; the other one tells of the broken connection at once."""
+    run = History().serving()
+    error = "(Worker_PP0 pid=6) ERROR 11-29 17:45:43 [multiproc_executor.py:1063] "
+    run.feed(Logged(at=20, node_rank=0, line=error + "WorkerProc hit an exception."))
+    run.feed(RankDied(at=20.9, node_rank=1, rank=1, pid=4))
+    tail = (error + "RuntimeError: [../gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:4711",)
+    run.feed(Tick(at=20 + SETTLE, tails={0: tail}))
+    assert run.codes() == ["RANK-DIED", "RANK-EXCEPTION"]
+    assert run.state.failures[0].host == "b"
 
 
 def test_exit_code_zero_of_a_rank_is_a_failure() -> None:

@@ -14,8 +14,8 @@ from cpupp.errors import CpuppError, CpuppErrors
 from cpupp.launch.api import Answer
 from cpupp.launch.supervisor import Ready, RunResult
 from cpupp.plan.backend import plan_groups
+from cpupp.plan.failures import Failure
 from cpupp.plan.grid import make_grid
-from cpupp.plan.lifecycle import Failure
 from cpupp.plan.plan import Plan, make_plan
 from cpupp.printer import MAX_WAITING, Printer
 from cpupp.render import Page, error_page, flat, page_width, visible

@@ -1,0 +1,73 @@
+"""Failures: what went wrong, in words, and which of several is the cause of the others."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+_CONSEQUENCE = re.compile(
+    r"Connection (reset|closed|refused)|Broken pipe|EngineDeadError|Engine core (proc|initialization)|"
+    r"Socket closed|gloo|recvBytes|TCPStore|Worker proc .* died",
+    re.IGNORECASE,
+)
+_RAISED = re.compile(r"(?:^|\]\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: .*)$")
+_SIGNAL_MEANING = {
+    signal.SIGKILL: "probably out of memory (see `dmesg` on that host)",
+    signal.SIGILL: "illegal instruction: this build of vLLM does not fit the CPU",
+    signal.SIGBUS: "bus error: /dev/shm is probably full",
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGABRT: "aborted",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong on one vLLM node or host. last_lines are its own log's, oldest first."""
+
+    host: str
+    node_rank: int | None
+    ranks: tuple[int, ...]
+    code: str
+    message: str
+    hint: str = ""
+    last_lines: tuple[str, ...] = ()
+
+
+def order_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+    """Put the cause first: who only tells of a lost peer, or just ended, comes after who tells more.
+
+    Among equals the one that was heard of first stays first.
+    """
+
+    def weight(failure: Failure) -> int:
+        if failure.code == "RANK-EXCEPTION":
+            return 2 if _CONSEQUENCE.search(failure.message) else 0
+        if failure.code in ("RANK-EXIT", "READY-COMPLETION", "ASK-FAILED"):
+            return 2 if any(_CONSEQUENCE.search(line) for line in failure.last_lines[-8:]) else 1
+        return 0
+
+    return tuple(sorted(failures, key=weight))
+
+
+def with_words(failure: Failure, tails: Mapping[int, tuple[str, ...]]) -> Failure:
+    """The failure with its node's last lines, and with the exception itself where there is one."""
+    lines = tails.get(failure.node_rank, ()) if failure.node_rank is not None else ()
+    if failure.code == "RANK-EXCEPTION":
+        raised = [match[1] for line in lines if (match := _RAISED.search(line))]
+        if raised:
+            failure = replace(failure, message=f"a worker raised {raised[0]}")
+    return replace(failure, last_lines=lines)
+
+
+def exit_text(code: int) -> str:
+    """What an exit code of a vLLM node means, in words."""
+    if code >= 0:
+        return f"exited with code {code}" + (" although nobody stopped it" if code == 0 else "")
+    try:
+        name = signal.Signals(-code)
+    except ValueError:
+        return f"killed by signal {-code}"
+    meaning = _SIGNAL_MEANING.get(name)
+    return f"killed by {name.name}" + (f": {meaning}" if meaning else "")
