@@ -14,11 +14,11 @@ from cpupp.plan.cautions import ASSUMED_MASTER_PORT, assumptions, plan_warnings
 from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, make_grid, slots_equation
-from cpupp.plan.memory import GIB, KV_ENV, memory_errors, plan_layers, plan_memory
+from cpupp.plan.memory import GIB, KV_ENV, MemoryPlan, memory_errors, plan_layers, plan_memory
 from cpupp.plan.model import ModelFacts, model_facts
 from cpupp.plan.network import Endpoint, address_errors, data_plane
 from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
-from cpupp.plan.threads import plan_cores
+from cpupp.plan.threads import CorePlan, plan_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,21 +124,6 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         ]
     )
     head = grid.seats[0].host
-    ranks = tuple(
-        RankPlan(
-            rank=seat.rank,
-            host=seat.host,
-            node_rank=seat.node_rank,
-            local_rank=seat.local_rank,
-            stage=seat.stage,
-            tp_index=seat.tp_index,
-            cores=cores.cores[seat.rank],
-            layers=layers[seat.stage] if layers else None,
-            weights=memory.weights[seat.rank],
-            kv=kv[seat.host],
-        )
-        for seat in grid.seats
-    )
     return Plan(
         name=spec.name,
         model=spec.model.path,
@@ -157,12 +142,36 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         hosts=tuple(_host_plan(spec, host, facts.get(host.name)) for host in spec.hosts),
         machines=memory_domains(spec, tuple(h.name for h in spec.hosts), facts),
         nodes=_nodes(grid, endpoints),
-        ranks=ranks,
+        ranks=_ranks(grid, cores, layers, memory, kv),
         groups=groups,
         args=dict(spec.engine.args),
         kv_reason=memory.kv_reason,
         warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, endpoints)),
         assumed=tuple(assumptions(spec, facts, num_layers)),
+    )
+
+
+def _ranks(
+    grid: Grid,
+    cores: CorePlan,
+    layers: tuple[tuple[int, int], ...] | None,
+    memory: MemoryPlan,
+    kv: Mapping[str, int],
+) -> tuple[RankPlan, ...]:
+    return tuple(
+        RankPlan(
+            rank=seat.rank,
+            host=seat.host,
+            node_rank=seat.node_rank,
+            local_rank=seat.local_rank,
+            stage=seat.stage,
+            tp_index=seat.tp_index,
+            cores=cores.cores[seat.rank],
+            layers=layers[seat.stage] if layers else None,
+            weights=memory.weights[seat.rank],
+            kv=kv[seat.host],
+        )
+        for seat in grid.seats
     )
 
 
