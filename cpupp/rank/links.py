@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, FrameCodec, FrameError
+from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, SEQUENCE, FrameCodec, FrameError
 from cpupp.rank.ring import PeerLostError, Ring, span
 
 TAG = 0x6370  # apart from tag 0, which vLLM's own send and recv use on the same group
 INLINE_BYTES = 128 * 1024
 MAX_IN_FLIGHT = 8
-_TRAILER_BYTES = 8
 TIMEOUT_SECONDS = 1800.0  # as torch.distributed's default for gloo
 
 
@@ -40,18 +39,20 @@ class ShmLink:
         self._encoder = FrameCodec(outgoing.link)
         self._decoder = FrameCodec(incoming.link)
         self._timeout = timeout
-        self._header_out = ctypes.create_string_buffer(MAX_HEADER_BYTES)
-        self._header_in = ctypes.create_string_buffer(MAX_HEADER_BYTES)
-        self._addresses = ctypes.addressof(self._header_out), ctypes.addressof(self._header_in)
+        self._header_out, out_address = _memory(MAX_HEADER_BYTES)
+        self._header_in, in_address = _memory(MAX_HEADER_BYTES)
+        self._addresses = out_address, in_address
         self._arrived: deque[dict[str, Any]] = deque()
         self._frames = self._read()
+        self._partial = False
 
     def send(self, items: Mapping[str, Any], meanwhile: Callable[[], bool] | None = None) -> None:
         """Put the dict into the ring. Waits only while the ring is full. Raises FrameError, PeerLostError."""
         header, tensors, _ = self._encoder.encode(items, 0)
-        ctypes.memmove(self._addresses[0], header, len(header))
+        self._header_out[: len(header)] = header
         parts = [(self._addresses[0], len(header)), *(span(t) for t in tensors)]
-        self._out.write(parts, time.monotonic() + self._timeout, meanwhile or self.drain)
+        if not self._out.put_whole(parts, sum(size for _, size in parts)):
+            self._out.write(parts, time.monotonic() + self._timeout, meanwhile or self.drain)
 
     def recv(self) -> dict[str, Any]:
         """Wait for the next dict. Raises FrameError, PeerLostError."""
@@ -68,19 +69,40 @@ class ShmLink:
         """
         if not self._in.pending():
             return False
-        frame = next(self._frames)
+        frame = None if self._partial else self._whole()
+        if frame is None:
+            frame = next(self._frames)
+            self._partial = frame is None
         if frame is not None:
             self._arrived.append(frame)
         return True
+
+    def _whole(self) -> dict[str, Any] | None:
+        """The next dict if all of it has arrived and lies in one piece: the way of small dicts."""
+        prefix = self._in.peek(PREFIX_BYTES)
+        if prefix is None:
+            return None
+        length, payload = self._decoder.lengths(prefix)
+        frame = self._in.peek(length + payload)
+        if frame is None:
+            return None
+        result, tensors = self._decoder.decode(frame).allocate()
+        address = self._in.peeked_address() + length
+        for tensor in tensors:
+            size = tensor.nbytes
+            ctypes.memmove(tensor.data_ptr(), address, size)
+            address += size
+        self._in.skip(length + payload)
+        return result
 
     def _read(self) -> Iterator[dict[str, Any] | None]:
         """Yield each dict that is complete, and None whenever the next one needs bytes that have not arrived."""
         address = self._addresses[1]
         while True:
             yield from self._take(address, PREFIX_BYTES)
-            length = self._decoder.header_length(ctypes.string_at(address, PREFIX_BYTES))
+            length, _ = self._decoder.lengths(self._header_in[:PREFIX_BYTES])
             yield from self._take(address + PREFIX_BYTES, length - PREFIX_BYTES)
-            result, tensors = self._decoder.decode(ctypes.string_at(address, length)).allocate()
+            result, tensors = self._decoder.decode(self._header_in[:length]).allocate()
             for tensor in tensors:
                 yield from self._take(*span(tensor))
             yield result
@@ -118,52 +140,47 @@ class GlooLink:
         inline_bytes: int = INLINE_BYTES,
         bound: int = MAX_IN_FLIGHT,
     ) -> None:
-        self._group, self._peer = group, peer
+        self._group, self._peer = group, dist.get_group_rank(group, peer)
         self._encoder = FrameCodec(f"rank {me} -> rank {peer}")
         self._decoder = FrameCodec(f"rank {peer} -> rank {me}")
-        self._inline = max(inline_bytes, MAX_HEADER_BYTES + _TRAILER_BYTES)
+        self._inline = max(inline_bytes, MAX_HEADER_BYTES + SEQUENCE.size)
         self._bound = bound
-        self._free: list[torch.Tensor] = []
-        self._in_flight: deque[tuple[torch.Tensor, list[dist.Work], list[torch.Tensor]]] = deque()
-        self._inbox: torch.Tensor | None = None
+        self._free: list[_Message] = []
+        self._in_flight: deque[tuple[_Message, list[dist.Work], list[torch.Tensor]]] = deque()
+        self._inbox: _Message | None = None
         self._posted: dist.Work | None = None
 
     def send(self, items: Mapping[str, Any], meanwhile: Callable[[], bool] | None = None) -> None:
         """Start to send; waits only when MAX_IN_FLIGHT dicts are under way. Raises FrameError, PeerLostError."""
-        header, tensors, detached = self._encoder.encode(items, self._inline - _TRAILER_BYTES)
-        buffer = self._buffer()
-        at = buffer.data_ptr()
-        ctypes.memmove(at, header, len(header))
+        header, tensors, detached = self._encoder.encode(items, self._inline - SEQUENCE.size)
+        message = self._message()
         size = len(header)
+        message.bytes[:size] = header
         if not detached:
             for tensor in tensors:
-                ctypes.memmove(at + size, *span(tensor))
+                ctypes.memmove(message.address + size, tensor.data_ptr(), tensor.nbytes)
                 size += tensor.nbytes
-        trailer = self._encoder.sequence.to_bytes(_TRAILER_BYTES, "little")
-        ctypes.memmove(at + size, trailer, _TRAILER_BYTES)
+        SEQUENCE.pack_into(message.bytes, size, self._encoder.sequence)
         alive = [_settled(t) for t in tensors if t.nbytes] if detached else []
         try:
-            works = [self._isend(t) for t in (buffer[: size + _TRAILER_BYTES], *alive)]
+            # Straight to the group: the wrappers of torch.distributed cost as much as the message itself.
+            works = [self._group.send([message.tensor[: size + SEQUENCE.size]], self._peer, TAG)]
+            works += [self._group.send([t], self._peer, TAG) for t in alive]
         except RuntimeError as error:
             raise PeerLostError(self._encoder.link, str(error)) from error
-        self._in_flight.append((buffer, works, alive))
+        self._in_flight.append((message, works, alive))
 
     def recv(self) -> dict[str, Any]:
         """Wait for the next dict. Raises FrameError, PeerLostError."""
-        if self._posted is None:
-            self._post()
-        inbox, posted = self._inbox, self._posted
-        assert inbox is not None
-        assert posted is not None
+        inbox, posted = self._posting()
         self._posted = None
         self._wait(posted, self._decoder.link)
-        at = inbox.data_ptr()
-        length = self._decoder.header_length(ctypes.string_at(at, PREFIX_BYTES))
-        header = self._decoder.decode(ctypes.string_at(at, length))
-        size = length if header.detached else length + header.payload
-        if size + _TRAILER_BYTES > self._inline:
-            raise FrameError(self._decoder.link, f"a payload of {header.payload} bytes does not fit into its message")
-        if int.from_bytes(ctypes.string_at(at + size, _TRAILER_BYTES), "little") != header.sequence:
+        length, payload = self._decoder.lengths(inbox.bytes[:PREFIX_BYTES])
+        header = self._decoder.decode(inbox.bytes[:length])
+        size = length if header.detached else length + payload
+        if size + SEQUENCE.size > self._inline:
+            raise FrameError(self._decoder.link, f"a payload of {payload} bytes does not fit into its message")
+        if SEQUENCE.unpack_from(inbox.bytes, size)[0] != self._decoder.sequence:
             raise FrameError(self._decoder.link, f"truncated frame: fewer than {size} bytes arrived")
         result, tensors = header.allocate()
         if header.detached:
@@ -171,11 +188,11 @@ class GlooLink:
             for work in works:
                 self._wait(work, self._decoder.link)
         else:
-            at += length
+            address = inbox.address + length
             for tensor in tensors:
-                ctypes.memmove(tensor.data_ptr(), at, tensor.nbytes)
-                at += tensor.nbytes
-        self._post()  # before the peer sends: gloo then moves the next frame without asking first
+                ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+                address += tensor.nbytes
+        self._posting()  # before the peer sends: gloo then moves the next frame without asking first
         return result
 
     def flush(self) -> None:
@@ -183,37 +200,31 @@ class GlooLink:
         while self._in_flight:
             self._reap()
 
-    def _buffer(self) -> torch.Tensor:
+    def _message(self) -> _Message:
         if len(self._in_flight) >= self._bound:
             self._reap()
-        return self._free.pop() if self._free else torch.empty(self._inline, dtype=torch.uint8)
+        return self._free.pop() if self._free else _Message(self._inline)
 
     def _reap(self) -> None:
         # Not is_completed(): gloo can report completion while it still reads the buffer.
-        buffer, works, _ = self._in_flight[0]
+        message, works, _ = self._in_flight[0]
         for work in works:
             self._wait(work, self._encoder.link)
         self._in_flight.popleft()
-        self._free.append(buffer)
+        self._free.append(message)
 
-    def _post(self) -> None:
+    def _posting(self) -> tuple[_Message, dist.Work]:
         if self._inbox is None:
-            self._inbox = torch.zeros(self._inline, dtype=torch.uint8)  # old memory could hold an old trailer
-        self._inbox[:PREFIX_BYTES].zero_()
-        self._posted = self._irecv(self._inbox)
-
-    def _isend(self, tensor: torch.Tensor) -> dist.Work:
-        work = dist.isend(tensor, dst=self._peer, group=self._group, tag=TAG)
-        assert work is not None
-        return work
+            self._inbox = _Message(self._inline)
+        if self._posted is None:
+            self._posted = self._irecv(self._inbox.tensor)
+        return self._inbox, self._posted
 
     def _irecv(self, tensor: torch.Tensor) -> dist.Work:
         try:
-            work = dist.irecv(tensor, src=self._peer, group=self._group, tag=TAG)
+            return self._group.recv([tensor], self._peer, TAG)
         except RuntimeError as error:
             raise PeerLostError(self._decoder.link, str(error)) from error
-        assert work is not None
-        return work
 
     @staticmethod
     def _wait(work: dist.Work, link: str) -> None:
@@ -221,6 +232,22 @@ class GlooLink:
             work.wait()
         except RuntimeError as error:
             raise PeerLostError(link, str(error)) from error
+
+
+class _Message:
+    """Memory of one message: as a tensor for gloo, as bytes for the header. Zeros: old memory could hold a trailer."""
+
+    __slots__ = ("address", "bytes", "tensor")
+
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.zeros(size, dtype=torch.uint8)
+        self.bytes = memoryview(self.tensor.numpy())
+        self.address = self.tensor.data_ptr()
+
+
+def _memory(size: int) -> tuple[memoryview, int]:
+    raw = (ctypes.c_char * size)()
+    return memoryview(raw).cast("B"), ctypes.addressof(raw)
 
 
 Link = ShmLink | GlooLink

@@ -91,6 +91,36 @@ class Ring:
             self.segment.words[_TAIL] = self._tail
         return size
 
+    def put_whole(self, parts: list[tuple[int, int]], total: int) -> bool:
+        """Copy all (address, size) parts into the ring if they fit there in one piece now; return whether they did."""
+        at = self._head % self.capacity
+        if total > self.capacity - at or total > self.room():
+            return False
+        target = self._data + at
+        for address, size in parts:
+            ctypes.memmove(target, address, size)
+            target += size
+        self._head += total
+        self.segment.words[_HEAD] = self._head
+        self.segment.wake(_HEAD)
+        return True
+
+    def peek(self, size: int) -> memoryview | None:
+        """The next `size` bytes, left in the ring, if they have arrived and lie there in one piece."""
+        at = self._tail % self.capacity
+        if size > self.capacity - at or size > self.pending():
+            return None
+        return self.segment.bytes[CONTROL_BYTES + at : CONTROL_BYTES + at + size]
+
+    def peeked_address(self) -> int:
+        """Where in memory the bytes are that `peek` shows."""
+        return self._data + self._tail % self.capacity
+
+    def skip(self, size: int) -> None:
+        """Give the next `size` bytes, which `peek` has shown, back to the writer."""
+        self._tail += size
+        self.segment.words[_TAIL] = self._tail
+
     def wait_for_room(self, deadline: float, meanwhile: Callable[[], bool] | None = None) -> None:
         """Wait until the reader has made room. `meanwhile` may do other work; it returns whether it did some."""
         self._wait(_TAIL, self._head - self.capacity, deadline, meanwhile)

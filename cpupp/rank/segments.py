@@ -28,17 +28,17 @@ class _Timespec(ctypes.Structure):
 
 
 class Segment:
-    """A mapped segment. `buffer` and `address`: its memory; `words`: the same as 64-bit words; `size` in bytes."""
+    """A mapped segment. `buffer`, `bytes`, `address`: its memory; `words`: as 64-bit words; `size` in bytes."""
 
     def __init__(self, path: Path, fd: int, size: int) -> None:
         self.path = path
         self.size = size
         self._fd = fd
-        self.buffer = mmap.mmap(fd, size, mmap.MAP_SHARED)
+        self.buffer = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._anchor: Any = ctypes.c_char.from_buffer(self.buffer)
         self.address = ctypes.addressof(self._anchor)
-        self._bytes = memoryview(self.buffer)
-        self.words = self._bytes.cast("Q")
+        self.bytes = memoryview(self.buffer)
+        self.words = self.bytes.cast("Q")
 
     @classmethod
     def create(cls, path: Path, size: int) -> Segment:
@@ -98,7 +98,7 @@ class Segment:
     def close(self) -> None:
         """Unmap and release the lock. Tensors over this memory must be gone: else the map stays until they are."""
         self.words.release()
-        self._bytes.release()
+        self.bytes.release()
         self._anchor = None
         with contextlib.suppress(BufferError):
             self.buffer.close()
