@@ -67,3 +67,26 @@ def test_what_a_test_leaves_is_found(name: str, tmp_path: Path) -> None:
     assert done.returncode == (0 if name == "nothing" else 1)
     if bed := re.search(r"bed (\w+):", done.stdout):
         wait_for(lambda: sweep.leftovers(bed.group(1)) == [], "end of the bed")
+
+
+def test_sigterm_ends_a_run_like_ctrl_c(tmp_path: Path) -> None:
+    text = """
+        import time
+        from pathlib import Path
+
+        def test_that_takes_long(tmp_path):
+            try:
+                Path({started!r}).touch()
+                time.sleep(1000)
+            finally:
+                Path({unwound!r}).touch()
+    """
+    started, unwound = tmp_path / "started", tmp_path / "unwound"
+    test = textwrap.dedent(text).format(started=str(started), unwound=str(unwound))
+    (tmp_path / "test_long.py").write_text(test, encoding="utf-8")
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL) as run:
+        wait_for(started.exists, "start of the test")
+        run.terminate()
+        assert run.wait(30) == pytest.ExitCode.INTERRUPTED
+    assert unwound.exists()

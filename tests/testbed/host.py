@@ -18,7 +18,7 @@ from tests.testbed.processes import Process
 if TYPE_CHECKING:
     from tests.testbed.bed import Bed
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 30.0  # takes 0.1 s; vLLM on the same cores makes it seconds
 
 # Runs once inside the new namespaces; everything that varies comes in as a variable. Only the mounts below are
 # private. The rest (the repository, /var/tmp, the system) is this machine's, so a path means the same everywhere.
@@ -88,8 +88,9 @@ class Host:
         self._holder = subprocess.Popen(
             ["unshare", *namespaces, "sleep", "infinity"], stdin=subprocess.DEVNULL, start_new_session=True
         )
-        wait_for(lambda: self._namespace("mnt") != os.readlink("/proc/self/ns/mnt"), "the namespaces of a host")  # noqa: PTH115
-        self.mount_namespace = self._namespace("mnt")
+        # Not sooner: until unshare has made room for sleep, its mounts still spread to this machine.
+        wait_for(lambda: self._holder_name() == "sleep", f"namespaces for host {name}")
+        self.mount_namespace = str(Path(f"/proc/{self.pid}/ns/mnt").readlink())
 
     # Where it is, and how to reach it
 
@@ -154,12 +155,16 @@ class Host:
             )
 
     def wait_for_sshd(self) -> None:
-        """Wait until sshd listens; raises with its log when it does not."""
-        assert self._sshd is not None
-        while f"Server listening on 0.0.0.0 port {self.port}" not in self.sshd_log:
-            if self._sshd.poll() is not None:
-                raise RuntimeError(f"sshd of host {self.name} ended with {self._sshd.returncode}:\n{self.sshd_log}")
-            time.sleep(0.01)
+        """Wait until sshd listens; raises with its log when it ends instead."""
+        sshd = self._sshd
+        assert sshd is not None
+
+        def listens() -> bool:
+            if sshd.poll() is not None:
+                raise RuntimeError(f"sshd of host {self.name} ended with {sshd.returncode}:\n{self.sshd_log}")
+            return f"Server listening on 0.0.0.0 port {self.port}" in self.sshd_log
+
+        wait_for(listens, f"sshd of host {self.name}")
 
     def crash(self) -> None:
         """The power goes: no packet leaves any more, and nothing on the host runs any more."""
@@ -225,6 +230,8 @@ class Host:
             env=self._environment(),
         )
         self._started.append(process)
+        # Before it is inside, nobody would count it, or kill it, as a process of this host.
+        wait_for(lambda: process.poll() is not None or self._is_inside(process.pid), f"{argv[0]} on {self.name}")
         return process
 
     # What a test sees of it
@@ -267,8 +274,14 @@ class Host:
 
     # Details
 
-    def _namespace(self, kind: str) -> str:
-        return os.readlink(f"/proc/{self.pid}/ns/{kind}")  # noqa: PTH115
+    def _holder_name(self) -> str:
+        return Path(f"/proc/{self.pid}/comm").read_text(encoding="utf-8").strip()
+
+    def _is_inside(self, pid: int) -> bool:
+        try:
+            return str(Path(f"/proc/{pid}/ns/mnt").readlink()) == self.mount_namespace
+        except OSError:
+            return False
 
     def _enter(self) -> list[str]:
         return ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--ipc", "--"]

@@ -29,7 +29,7 @@ OWNER_FILE = "owner"
 
 _LINK = re.compile(rf"(?:{BRIDGE_PREFIX}|{VETH_PREFIX})([a-z0-9]+)(?:-\d+)?")
 _FOLDER_IN_MOUNTS = re.compile(re.escape(FOLDER_PREFIX) + r"([a-z0-9]+)")
-KILL_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 30.0
 
 
 def bed_folder(bed_id: str) -> Path:
