@@ -11,7 +11,7 @@ from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.network import is_loopback
 from cpupp.plan.plan import Plan
 
-_ANY = ("0.0.0.0", "::", "")  # noqa: S104  # compared with, not bound
+_ANY = ("0.0.0.0", "::", "")  # compared with, never bound
 HEALTH_TIMEOUT = 5.0
 
 

@@ -75,7 +75,7 @@ PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("starting the API", re.compile(r"Starting vLLM (API )?server|Started server process")),
     ("serving", re.compile(r"Application startup complete")),
 )
-"""What a vLLM node is doing, in the order of a start, and the log line (vLLM 0.18 to 0.32) that says so, if one does."""
+"""What a vLLM node does, in the order of a start, and the log line (vLLM 0.18 to 0.32) that says so, if one does."""
 
 AFTER_JOINING = ("weights loaded", "compiling", "warming up", "warmed up", "starting the API", "serving")
 """Phases that no rank can reach before it has joined, and so announced, its groups."""
