@@ -185,10 +185,9 @@ def greedy(address: str, prompt: str, *, port: int = PORT, model: str = "m", num
     return tokens
 
 
-def stock_answers(folder: Path, model: Path, *, eager: bool, cores: Sequence[int] = (0,)) -> list[list[int]]:
+def stock_answers(folder: Path, model: Path, *, eager: bool, cores: Sequence[int], port: int) -> list[list[int]]:
     """Answers of stock vLLM with pipeline 1 on this machine: one tensor rank on each of `cores`."""
     write_site(folder / "site")
-    port = 8123
     argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--dtype", "bfloat16"]
     argv += ["--tensor-parallel-size", str(len(cores))] + (["--enforce-eager"] if eager else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,49 @@ from tests.testbed.models import random_llama, smollm2
 Answers = list[list[int]]
 
 
+Folders = pytest.TempPathFactory
+
+
+def _eager(folders: Folders) -> Answers:
+    return stock_answers(folders.mktemp("eager"), smollm2(), eager=True, cores=(0,), port=8121)
+
+
+def _compiled(folders: Folders) -> Answers:
+    return stock_answers(folders.mktemp("compiled"), smollm2(), eager=False, cores=(1,), port=8122)
+
+
+def _random(folders: Folders) -> Answers:
+    return stock_answers(folders.mktemp("random"), random_llama(), eager=True, cores=(0, 1), port=8123)
+
+
+MAKERS = {"stock_compiled": _compiled, "stock_eager": _eager, "stock_random": _random}
+
+
 @pytest.fixture(scope="session")
-def stock_eager(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def stock(request: pytest.FixtureRequest, tmp_path_factory: Folders) -> dict[str, Answers]:
+    """The answers of stock vLLM that the chosen tests compare with, made side by side: each is bound to its core."""
+    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    with ThreadPoolExecutor(2) as pool:
+        futures = {name: pool.submit(make, tmp_path_factory) for name, make in MAKERS.items() if name in needed}
+        return {name: future.result() for name, future in futures.items()}
+
+
+@pytest.fixture
+def stock_eager(stock: dict[str, Answers]) -> Answers:
     """Stock vLLM, pipeline 1, eager."""
-    return stock_answers(tmp_path_factory.mktemp("se"), smollm2(), eager=True)
+    return stock["stock_eager"]
 
 
-@pytest.fixture(scope="session")
-def stock_compiled(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+@pytest.fixture
+def stock_compiled(stock: dict[str, Answers]) -> Answers:
     """Stock vLLM, pipeline 1, compiled."""
-    return stock_answers(tmp_path_factory.mktemp("sc"), smollm2(), eager=False)
+    return stock["stock_compiled"]
 
 
-@pytest.fixture(scope="session")
-def stock_random(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+@pytest.fixture
+def stock_random(stock: dict[str, Answers]) -> Answers:
     """Stock vLLM, pipeline 1 and tensor 2 (whose partial sums round differently), eager, a small random Llama."""
-    return stock_answers(tmp_path_factory.mktemp("sr"), random_llama(), eager=True, cores=(0, 1))
+    return stock["stock_random"]
 
 
 def answers_of(head: Host) -> Answers:
