@@ -22,6 +22,18 @@ SPIN_ROUNDS = 1000
 _PUBLISHED = 0
 
 
+def sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum equally long tensors into `out` (which may be one of them), in float32 if they are 16 bits wide."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)  # rounds once, as a sum in float32 would
+        return
+    wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
 class Board:
     """One rank's view of the segments of its subset.
 
@@ -62,27 +74,19 @@ class Board:
         """
         flat = tensor.view(-1)
         for part in self._chunks(flat):
-            slots = [s[: part.numel()] for s in self._publish(part)]
-            if len(slots) == 2:
-                torch.add(slots[0], slots[1], out=part)  # rounds once, as a sum in float32 would
-            else:
-                wide = torch.float32 if part.dtype in (torch.bfloat16, torch.float16) else part.dtype
-                total = slots[0].to(wide, copy=True)
-                for slot in slots[1:]:
-                    total += slot
-                part.copy_(total)
+            sum_in_order([s[: part.numel()] for s in self.publish(part)], part)
 
     def all_gather(self, tensor: torch.Tensor, out: list[torch.Tensor]) -> None:
         """Copy every rank's contiguous tensor into the equally shaped (maybe strided) tensors of `out`."""
         if 0 < tensor.nbytes <= SLOT_BYTES:
-            slots = self._publish(tensor.view(-1))
+            slots = self.publish(tensor.view(-1))
             for target, slot in zip(out, slots, strict=True):
                 target.copy_(slot[: tensor.numel()].view(tensor.shape))
             return
         whole = [torch.empty_like(tensor) for _ in out]
         parts = [self._chunks(w.view(-1)) for w in whole]
         for part, *targets in zip(self._chunks(tensor.view(-1)), *parts, strict=True):
-            for target, slot in zip(targets, self._publish(part), strict=True):
+            for target, slot in zip(targets, self.publish(part), strict=True):
                 target.copy_(slot[: part.numel()])
         for target, full in zip(out, whole, strict=True):
             target.copy_(full)
@@ -93,13 +97,16 @@ class Board:
             self.all_gather(tensor, out)
             return
         for part in self._chunks(tensor.view(-1)):
-            self._publish(part)
+            self.publish(part)
 
     def _chunks(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         return iter(flat.split(SLOT_BYTES // flat.itemsize)) if flat.numel() else iter(())
 
-    def _publish(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Show `part` to the others, wait for theirs; return every rank's slot, longer than `part`."""
+    def publish(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Show `part` (up to SLOT_BYTES) to the others, wait for theirs, return the slots of all, in group order.
+
+        The slots are longer than what was put in, and stay as they are until the second next operation.
+        """
         self._sequence += 1
         slot = self._sequence & 1
         own = self._segments[self._position]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank.board import Board
+from cpupp.rank.collectives import Collectives, Wire
 from cpupp.rank.identity import SHM_DIR, Exchange, Obstacle, exchange_over, prove
 from cpupp.rank.links import TIMEOUT_SECONDS, GlooLink, Link, ShmLink
 from cpupp.rank.ring import Ring
@@ -57,6 +58,8 @@ class Communicator:
         self._rings: dict[tuple[int, int], Ring] = {}
         self._segments: list[Segment] = []
         self._links: dict[int, Link] = {}
+        self._gloo_links: list[GlooLink] = []
+        self._sent_since_recv = True
         self.board: Board | None = None
         exchange = exchange_over(group)
         prefix = f"cpupp-{_short(handoff.run)}-{handoff.attempt}"
@@ -71,6 +74,8 @@ class Communicator:
         )
         self._subset, self._failures = self._settle(exchange, f"{prefix}-{name.replace(':', '')}-{self.verdict.tag}")
         self.backend, self.reason = self._outcome()
+        names = [f"rank {rank}" for rank in self.ranks]
+        self._collectives = Collectives(self._boarded(), self.position, self.board, Wire(group, self.position, names))
         if self.backend != "shm" and any(i.demanded for i in self.verdict.identities):
             raise CpuppError(
                 "SHM-DEMANDED",
@@ -181,6 +186,10 @@ class Communicator:
             return tuple((i,) for i in range(len(self.ranks)))
         return self.verdict.subsets
 
+    def _boarded(self) -> tuple[tuple[int, ...], ...]:
+        """The subsets that have a board. A PP group has none: it talks point to point."""
+        return self._active() if self.kind == "tp" else tuple((i,) for i in range(len(self.ranks)))
+
     def _outcome(self) -> tuple[str, str]:
         shared = [[self.ranks[i] for i in s] for s in self._active() if len(s) > 1]
         if len(shared) == 1 and len(shared[0]) == len(self.ranks):
@@ -229,16 +238,25 @@ class Communicator:
     def send_tensor_dict(self, items: Mapping[str, Any], target: int) -> None:
         """Send to the position `target`; returns before the receiver has it. Raises FrameError, PeerLostError."""
         self._link(target).send(items, self._drain)
+        self._sent_since_recv = True
+        for link in self._gloo_links:
+            link.expect()  # while the frame is on its way, this costs nobody time
 
     def recv_tensor_dict(self, source: int) -> dict[str, Any]:
         """Receive the next dict from the position `source`. Raises FrameError, PeerLostError."""
-        return self._link(source).recv()
+        link = self._link(source)
+        items = link.recv()
+        if not self._sent_since_recv and isinstance(link, GlooLink):
+            link.expect()  # the last stage only receives, and is late for the next frame when it is the slow one
+        self._sent_since_recv = False
+        return items
 
     def _link(self, other: int) -> Link:
         link = self._links.get(other)
         if link is None:
             me, peer = self.ranks[self.position], self.ranks[other]
             link = self._links[other] = GlooLink(self.group, me, peer)
+            self._gloo_links.append(link)
         return link
 
     def _drain(self) -> bool:
@@ -249,46 +267,35 @@ class Communicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over the group, in place."""
-        if self.board is None or self.backend != "shm":
-            dense = tensor.contiguous()
-            dist.all_reduce(dense, group=self.group)
-        else:
-            dense = tensor.contiguous()
-            self.board.all_reduce(dense)
-        if dense.data_ptr() != tensor.data_ptr() or dense.stride() != tensor.stride():
-            tensor.copy_(dense)
+        if tensor.is_contiguous():
+            self._collectives.all_reduce(tensor)
+            return
+        dense = tensor.contiguous()
+        self._collectives.all_reduce(dense)
+        tensor.copy_(dense)
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Concatenate the equally shaped tensors of all ranks along `dim`; equal to torch.cat of them."""
-        shape = list(tensor.shape)
-        shape[dim] *= len(self.ranks)
-        out = tensor.new_empty(shape)
-        self._gather(tensor.contiguous(), list(out.chunk(len(self.ranks), dim)) if tensor.shape[dim] else [])
+        out, parts = self._parts(tensor, dim)
+        self._collectives.all_gather(tensor.contiguous(), parts)
         return out
 
     def gather(self, tensor: torch.Tensor, target: int, dim: int) -> torch.Tensor | None:
         """As `all_gather`, on the position `target` alone; None elsewhere."""
-        dense = tensor.contiguous()
-        if self.position == target:
-            return self.all_gather(tensor, dim)
-        if self.board is not None and self.backend == "shm":
-            self.board.gather(dense, None)
-        elif tensor.numel():
-            self._gather(dense, None)
-        return None
+        if self.position != target:
+            self._collectives.gather(tensor.contiguous(), target, None)
+            return None
+        out, parts = self._parts(tensor, dim)
+        self._collectives.gather(tensor.contiguous(), target, parts)
+        return out
 
-    def _gather(self, dense: torch.Tensor, out: list[torch.Tensor] | None) -> None:
-        if not dense.numel():
-            return
-        if self.board is not None and self.backend == "shm":
-            self.board.gather(dense, out)
-            return
-        # As bytes: gloo's collectives refuse some dtypes. List form: right for every dim (sglang #8041).
-        raw = dense.view(-1).view(torch.uint8)
-        parts = [torch.empty_like(raw) for _ in self.ranks]
-        dist.all_gather(parts, raw, group=self.group)
-        for target, part in zip(out or [], parts, strict=False):
-            target.copy_(part.view(dense.dtype).view(dense.shape))
+    def _parts(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Room for the concatenation, and the view of it that belongs to each rank (sglang #8041)."""
+        shape = list(tensor.shape)
+        size = shape[dim]
+        shape[dim] *= len(self.ranks)
+        out = tensor.new_empty(shape)
+        return out, [out.narrow(dim, i * size, size) for i in range(len(self.ranks))]
 
     def _release(self) -> None:
         for segment in self._segments:

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -68,6 +68,13 @@ Entry = tuple[str, torch.dtype | None, int]
 """Key, dtype (None for a plain value), number of dimensions."""
 
 
+class Memory(Protocol):
+    """Where received tensors come from."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of this shape with any content."""
+
+
 class FrameError(CpuppError):
     """A frame cannot be sent or read. The text names both ranks and what is wrong."""
 
@@ -91,8 +98,9 @@ class Header:
     detached: bool
     length: int
 
-    def allocate(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Return the dict with uninitialised tensors, and those tensors in payload order."""
+    def allocate(self, memory: Memory | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Return the dict with uninitialised tensors (of `memory`, if given), and those tensors in payload order."""
+        empty = torch.empty if memory is None else memory.empty
         result: dict[str, Any] = {}
         tensors: list[torch.Tensor] = []
         at = 0
@@ -100,7 +108,7 @@ class Header:
             if dtype is None:
                 result[key], at = unpack_value(self.values, at)
             else:
-                result[key] = tensor = torch.empty(self.shapes[len(tensors)], dtype=dtype)
+                result[key] = tensor = empty(self.shapes[len(tensors)], dtype=dtype)
                 tensors.append(tensor)
         return result, tensors
 

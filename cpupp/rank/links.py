@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from cpupp.rank.ring import PeerLostError, Ring, span
 TAG = 0x6370  # apart from tag 0, which vLLM's own send and recv use on the same group
 INLINE_BYTES = 128 * 1024
 MAX_IN_FLIGHT = 8
+REUSED_BYTES = 256 * 1024
+MAX_REUSED = 4
 TIMEOUT_SECONDS = 1800.0  # as torch.distributed's default for gloo
 
 
@@ -43,6 +46,7 @@ class ShmLink:
         self._header_in, in_address = _memory(MAX_HEADER_BYTES)
         self._addresses = out_address, in_address
         self._arrived: deque[dict[str, Any]] = deque()
+        self._memory = ReusedMemory()
         self._frames = self._read()
         self._partial = False
 
@@ -102,19 +106,18 @@ class ShmLink:
             yield from self._take(address, PREFIX_BYTES)
             length, _ = self._decoder.lengths(self._header_in[:PREFIX_BYTES])
             yield from self._take(address + PREFIX_BYTES, length - PREFIX_BYTES)
-            result, tensors = self._decoder.decode(self._header_in[:length]).allocate()
+            result, tensors = self._decoder.decode(self._header_in[:length]).allocate(self._memory)
             for tensor in tensors:
                 yield from self._take(*span(tensor))
             yield result
 
     def _take(self, address: int, size: int) -> Iterator[None]:
-        while True:
+        while size:
             done = self._in.take(address, size)
             address += done
             size -= done
-            if not size:
-                return
-            yield None
+            if not done:
+                yield None
 
     def close(self) -> None:
         """Unmap both rings."""
@@ -147,6 +150,7 @@ class GlooLink:
         self._bound = bound
         self._free: list[_Message] = []
         self._in_flight: deque[tuple[_Message, list[dist.Work], list[torch.Tensor]]] = deque()
+        self._memory = ReusedMemory()
         self._inbox: _Message | None = None
         self._posted: dist.Work | None = None
 
@@ -182,7 +186,7 @@ class GlooLink:
             raise FrameError(self._decoder.link, f"a payload of {payload} bytes does not fit into its message")
         if SEQUENCE.unpack_from(inbox.bytes, size)[0] != self._decoder.sequence:
             raise FrameError(self._decoder.link, f"truncated frame: fewer than {size} bytes arrived")
-        result, tensors = header.allocate()
+        result, tensors = header.allocate(self._memory)
         if header.detached:
             works = [self._irecv(t) for t in tensors if t.nbytes]
             for work in works:
@@ -192,8 +196,13 @@ class GlooLink:
             for tensor in tensors:
                 ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
                 address += tensor.nbytes
-        self._posting()  # before the peer sends: gloo then moves the next frame without asking first
         return result
+
+    def expect(self) -> None:
+        """Post for the next dict if there has been one: gloo then moves it without asking for a receiver first."""
+        if self._inbox is not None:
+            with suppress(PeerLostError):  # a peer that has left after its last dict: only a next recv would mind
+                self._posting()
 
     def flush(self) -> None:
         """Wait until everything that was sent has left this rank. Raises PeerLostError."""
@@ -253,12 +262,38 @@ def _memory(size: int) -> tuple[memoryview, int]:
 Link = ShmLink | GlooLink
 
 
+class ReusedMemory:
+    """Memory for large received tensors, taken again once nobody holds it: fresh memory costs as much as the wire."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of this shape; its memory held something else before."""
+        kept = self._kept.get((shape, dtype), [])
+        for tensor in kept:
+            if _holders(tensor) == 1:
+                return tensor.detach()
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.nbytes >= REUSED_BYTES and len(kept) < MAX_REUSED:
+            if len(self._kept) >= MAX_REUSED:  # prefill sizes vary: keep the last few alone
+                del self._kept[next(iter(self._kept))]
+            self._kept.setdefault((shape, dtype), kept).append(tensor)
+            return tensor.detach()
+        return tensor
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's memory, itself included. There is no public way to ask."""
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # without the storage object that we ask
+
+
 def _settled(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself when nobody else can write to its memory after the send has returned, else a copy.
 
     vLLM takes our send for a finished one. A stage's output can be a view of a buffer that its next step overwrites
     (the residual of a middle stage is a slice of the received one), and such a view shares its storage.
     """
-    storage = tensor.untyped_storage()
-    alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # there is no public way to ask
-    return tensor if alone else tensor.clone()
+    return tensor if _holders(tensor) == 1 else tensor.clone()

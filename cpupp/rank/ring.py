@@ -21,6 +21,7 @@ CONTROL_BYTES = 4096
 _HEAD, _TAIL = 0, 8  # 64-bit words; a cache line (and more) apart
 SPIN_ROUNDS = 400
 SLICE_SECONDS = 0.1
+STEP_BYTES = 512 * 1024  # of a large frame: the reader copies one step while the writer copies the next
 
 
 class PeerLostError(CpuppError):
@@ -84,11 +85,13 @@ class Ring:
 
     def take(self, address: int, size: int) -> int:
         """Copy up to `size` bytes out of the ring to memory at `address` without waiting; return how many."""
-        size = min(size, self.pending())
+        size = min(size, self.pending(), STEP_BYTES)
         self._copy(self._tail, address, size, into_ring=False)
         if size:
             self._tail += size
             self.segment.words[_TAIL] = self._tail
+            if size >= STEP_BYTES // 2:  # small ones: the writer looks again by itself
+                self.segment.wake(_TAIL)
         return size
 
     def put_whole(self, parts: list[tuple[int, int]], total: int) -> bool:
@@ -161,13 +164,12 @@ class Ring:
         """Write all (address, size) parts, waiting for room where needed. Raises PeerLostError."""
         for address, size in parts:
             while size:
-                done = self.put(address, size)
+                done = self.put(address, min(size, STEP_BYTES))
                 address += done
                 size -= done
-                if size:
-                    self.segment.wake(_HEAD)
+                self.segment.wake(_HEAD)
+                if size and not done:
                     self.wait_for_room(deadline, meanwhile)
-        self.segment.wake(_HEAD)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,188 @@
+"""Collectives of a group that may span hosts: shared memory inside a host, as few bytes as possible between hosts.
+
+Numerics: floating point is summed in float32 (float64 in itself), in an order that is fixed for the group, and every
+piece of the result is computed once or from equal inputs in equal order. So all ranks get equal results, bit for bit.
+In a group that spans hosts each host's partial sum is rounded once to the dtype before it travels; stock gloo rounds
+after every step of its ring, stock SHM not at all, but sums in another order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from cpupp.rank.board import SLOT_BYTES, Board, sum_in_order
+from cpupp.rank.ring import PeerLostError
+
+TAG = 0x6371  # apart from the links' tag
+DIRECT_BYTES = 32 * 1024
+PIECE_BYTES = 256 * 1024
+
+Work = tuple[int, dist.Work]
+"""A peer's position, and what is under way to or from it."""
+
+
+class Wire:
+    """Tensors of known shape between positions of a gloo group. `names`: how messages call the positions."""
+
+    def __init__(self, group: dist.ProcessGroup, position: int, names: list[str]) -> None:
+        self._group, self._position, self._names = group, position, names
+
+    def exchange(self, out: list[tuple[int, torch.Tensor]], into: list[tuple[int, torch.Tensor]]) -> None:
+        """Send and receive all the (position, contiguous tensor) pairs at once. Raises PeerLostError."""
+        self.finish(self.start(out, into))
+
+    def start(self, out: list[tuple[int, torch.Tensor]], into: list[tuple[int, torch.Tensor]]) -> list[Work]:
+        """Begin an exchange; neither kind of tensor may be touched before `finish`. Raises PeerLostError."""
+        works = [(p, self._start(self._group.recv, p, tensor)) for p, tensor in into]
+        return works + [(p, self._start(self._group.send, p, tensor)) for p, tensor in out]
+
+    def finish(self, works: list[Work]) -> None:
+        """Wait for what `start` returned. Raises PeerLostError."""
+        for peer, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(peer, error) from error
+
+    def _start(
+        self, operation: Callable[[list[torch.Tensor], int, int], dist.Work], peer: int, tensor: torch.Tensor
+    ) -> dist.Work:
+        try:
+            return operation([tensor], peer, TAG)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _lost(self, peer: int, error: RuntimeError) -> PeerLostError:
+        link = f"{self._names[peer]} -> {self._names[self._position]}"
+        return PeerLostError(link, f"{self._names[peer]} left in the middle of a collective: {error}")
+
+
+class Collectives:
+    """The collectives as the rank at `position` sees them.
+
+    subsets: positions that share memory, disjoint, each position once; board: of this rank's subset, None if alone.
+    """
+
+    def __init__(self, subsets: tuple[tuple[int, ...], ...], position: int, board: Board | None, wire: Wire) -> None:
+        self._subsets = subsets
+        self._position = position
+        self._board = board
+        self._wire = wire
+        self._size = sum(len(s) for s in subsets)
+        self._host = next(h for h, s in enumerate(subsets) if position in s)
+        self._local = subsets[self._host]
+        self._index = self._local.index(position)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._num_owners = min(len(s) for s in subsets)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum in place over the group; contiguous. Raises PeerLostError."""
+        if not tensor.numel():
+            return
+        if len(self._subsets) == 1:
+            assert self._board is not None
+            self._board.all_reduce(tensor)
+            return
+        flat = tensor.view(-1)
+        if len(self._subsets) == self._size:  # one rank a host; else all ranks go in equal steps, also a lone one
+            self._sum_with_peers(flat)
+            return
+        for part in flat.split(SLOT_BYTES // flat.itemsize):
+            self._two_level(part)
+
+    def _two_level(self, part: torch.Tensor) -> None:
+        """Sum up to SLOT_BYTES: each owner sums its slice on its host, then over the hosts, then the host shares it."""
+        slices = part.tensor_split(self._num_owners)
+        mine = slices[self._index] if self._index < self._num_owners else part[:0]
+        if self._board is not None:
+            start = sum(s.numel() for s in slices[: self._index])
+            sum_in_order([slot[start : start + mine.numel()] for slot in self._board.publish(part)], mine)
+        if self._index < self._num_owners:
+            self._sum_with_peers(mine)
+        if self._board is not None:
+            for owned, slot in zip(slices, self._board.publish(mine), strict=False):
+                owned.copy_(slot[: owned.numel()])
+
+    def _sum_with_peers(self, flat: torch.Tensor) -> None:
+        """Sum in place over the ranks of equal index, one on each host."""
+        peers = [s[self._index] for s in self._subsets]
+        others = [p for p in peers if p != self._position]
+        if len(peers) == 2 or flat.nbytes <= DIRECT_BYTES:
+            self._swap_and_sum(flat, peers)
+            return
+        # As many bytes as a ring, in two steps whatever the number of hosts: sum the slice I own, then share it.
+        slices = dict(zip(peers, flat.tensor_split(len(peers)), strict=True))
+        mine = slices[self._position]
+        parts = dict(zip(others, self._scratch_like(mine, len(others)), strict=True))
+        self._wire.exchange([(p, slices[p]) for p in others], list(parts.items()))
+        parts[self._position] = mine
+        sum_in_order([parts[p] for p in peers], mine)
+        self._wire.exchange([(p, mine) for p in others], [(p, slices[p]) for p in others])
+
+    def _swap_and_sum(self, flat: torch.Tensor, peers: list[int]) -> None:
+        """Everybody sends all of it to everybody, in pieces: one piece is summed while the next is under way."""
+        others = [p for p in peers if p != self._position]
+        pieces = flat.split(PIECE_BYTES // flat.itemsize)
+        copies = [c.split(PIECE_BYTES // flat.itemsize) for c in self._scratch_like(flat, len(others))]
+        under_way = [
+            self._wire.start([(p, piece) for p in others], list(zip(others, theirs, strict=True)))
+            for piece, *theirs in zip(pieces, *copies, strict=True)
+        ]
+        for works, (piece, *theirs) in zip(under_way, zip(pieces, *copies, strict=True), strict=True):
+            self._wire.finish(works)
+            parts = dict(zip(others, theirs, strict=True))
+            parts[self._position] = piece
+            sum_in_order([parts[p] for p in peers], piece)
+
+    def _scratch_like(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Memory for `count` tensors like `flat`, the same in each call: fresh memory costs a page fault per 4 KiB."""
+        size = -(-flat.nbytes // 64) * 64
+        if self._scratch.numel() < size * count:
+            self._scratch = torch.empty(size * count, dtype=torch.uint8)
+        return [self._scratch[i * size : i * size + flat.nbytes].view(flat.dtype) for i in range(count)]
+
+    def all_gather(self, tensor: torch.Tensor, out: list[torch.Tensor]) -> None:
+        """Copy every position's contiguous tensor into the equally shaped tensors of `out`. Raises PeerLostError."""
+        if not tensor.numel():
+            return
+        if len(self._subsets) == 1:
+            assert self._board is not None
+            self._board.all_gather(tensor, out)
+            return
+        # A tensor crosses to each other host once: to one rank there, which shows it to the others.
+        sends = [(s[self._index % len(s)], tensor) for h, s in enumerate(self._subsets) if h != self._host]
+        received = {p: torch.empty_like(tensor) for p in self._carried(self._index)}
+        self._wire.exchange(sends, list(received.items()))
+        if self._board is None:
+            for position, part in {**received, self._position: tensor}.items():
+                out[position].copy_(part)
+            return
+        self._board.all_gather(tensor, [out[p] for p in self._local])
+        carried = [self._carried(i) for i in range(len(self._local))]
+        for turn in range(max(len(c) for c in carried)):
+            mine = carried[self._index][turn] if turn < len(carried[self._index]) else self._position
+            targets = [out[c[turn]] if turn < len(c) else torch.empty_like(tensor) for c in carried]
+            self._board.all_gather(received.get(mine, tensor), targets)
+
+    def _carried(self, index: int) -> list[int]:
+        """The positions on other hosts whose tensors the local rank of this index takes in."""
+        others = [s for h, s in enumerate(self._subsets) if h != self._host]
+        return [p for s in others for i, p in enumerate(s) if i % len(self._local) == index]
+
+    def gather(self, tensor: torch.Tensor, target: int, out: list[torch.Tensor] | None) -> None:
+        """As `all_gather`, for the position `target`, which gives `out`. Raises PeerLostError."""
+        if not tensor.numel():
+            return
+        if len(self._subsets) == 1:
+            assert self._board is not None
+            self._board.gather(tensor, out)
+        elif out is None:
+            self._wire.exchange([(target, tensor)], [])
+        else:
+            received = {p: torch.empty_like(tensor) for p in range(self._size) if p != self._position}
+            self._wire.exchange([], list(received.items()))
+            for position, part in {**received, self._position: tensor}.items():
+                out[position].copy_(part)
