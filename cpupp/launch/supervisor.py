@@ -224,7 +224,9 @@ class Supervisor:
                 return [Exited(at=at, node_rank=node, code=data["code"])]
             case "process_exited":
                 rank = self._rank_pids.get((node, data["pid"]))
-                return [] if rank is None else [RankDied(at=at, node_rank=node, rank=rank, pid=data["pid"])]
+                if rank is None:
+                    return []
+                return [RankDied(at=at, node_rank=node, rank=rank, pid=data["pid"], code=data.get("code"))]
             case _:
                 return []
 

@@ -74,11 +74,15 @@ class Exited(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDied(Event):
-    """A worker process that had reported is gone while its vLLM node's main process still runs."""
+    """A worker process that had reported is gone while its vLLM node's main process still runs.
+
+    code: its exit code, negative for a signal, None where only its parent could see it.
+    """
 
     node_rank: int
     rank: int
     pid: int
+    code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

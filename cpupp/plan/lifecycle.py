@@ -141,8 +141,8 @@ def _trouble_or_time(state: State, event: Event) -> tuple[State, tuple[Action, .
             state = _with_node(state, node, exit_code=code, phase=f"exited {code}", since=event.at)
             code_name = "RANK-SIGNAL" if code < 0 else "RANK-EXIT"
             return _fail(state, _node_failure(state, node, code_name, exit_text(code)), event.at), ()
-        case RankDied(node_rank=node, rank=rank, pid=pid):
-            text = f"worker process of rank {rank} (pid {pid}) is gone"
+        case RankDied(node_rank=node, rank=rank, pid=pid, code=code):
+            text = f"worker process {pid} " + ("is gone" if code is None else exit_text(code))
             return _fail(state, _node_failure(state, node, "RANK-DIED", text, (rank,)), event.at), ()
         case StartFailed(node_rank=node, message=message):
             return _fail(state, _node_failure(state, node, "RANK-START", message), event.at), ()
