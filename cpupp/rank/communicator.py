@@ -5,6 +5,7 @@ Pure torch: vLLM is met in `vllm_adapter` alone. Positions count inside the grou
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -21,9 +22,12 @@ from cpupp.rank.board import Board
 from cpupp.rank.collectives import Collectives, Wire
 from cpupp.rank.identity import SHM_DIR, Exchange, Obstacle, exchange_over, prove
 from cpupp.rank.links import TIMEOUT_SECONDS, GlooLink, Link, ShmLink
+from cpupp.rank.outcome import decide, hindered
 from cpupp.rank.ring import Ring
 from cpupp.rank.segments import Segment
+from cpupp.rank.slices import Slicer, agree
 
+logger = logging.getLogger("vllm.cpupp")  # below vLLM's own logger, which prints it
 NEIGHBOUR_RING_BYTES = 8 << 20
 OTHER_RING_BYTES = 1 << 20
 
@@ -34,6 +38,7 @@ class Communicator:
     A PP group talks point to point: every pair that shares memory gets two rings. A TP group talks in collectives:
     the ranks that share memory get a board. Everything else goes over torch.distributed.
 
+    tensor_group: of a PP group, this rank's TP communicator if there is one: large tensors then cross hosts in slices.
     per_link: false gives the whole group one transport, as vLLM does: shared memory for all or for none.
 
     Raises CpuppError on all ranks when the handoff demands shm and some link cannot have it.
@@ -46,6 +51,7 @@ class Communicator:
         handoff: RankHandoff,
         *,
         per_link: bool = True,
+        tensor_group: Communicator | None = None,
         shm_dir: Path = SHM_DIR,
         timeout: float = TIMEOUT_SECONDS,
     ) -> None:
@@ -72,26 +78,26 @@ class Communicator:
             threads=torch.get_num_threads(),
             shm_dir=shm_dir,
         )
-        self._subset, self._failures = self._settle(exchange, f"{prefix}-{name.replace(':', '')}-{self.verdict.tag}")
-        self.backend, self.reason = self._outcome()
+        failures = self._settle(exchange, f"{prefix}-{name.replace(':', '')}-{self.verdict.tag}")
+        self.outcome = decide(self.ranks, self.verdict, failures, per_link=per_link)
+        self._slicer = self._agree_on_slices(exchange, tensor_group) if tensor_group and per_link else None
         names = [f"rank {rank}" for rank in self.ranks]
         self._collectives = Collectives(self._boarded(), self.position, self.board, Wire(group, self.position, names))
-        if self.backend != "shm" and any(i.demanded for i in self.verdict.identities):
+        if self.outcome.backend != "shm" and any(i.demanded for i in self.verdict.identities):
             raise CpuppError(
                 "SHM-DEMANDED",
-                f"group {name} of ranks {self.ranks}: backend shm is demanded, but {self.reason}",
+                f"group {name} of ranks {self.ranks}: backend shm is demanded, but {self.outcome.reason}",
                 hint="set the backend to auto, or place these ranks on one host",
                 exit_code=ExitCode.RANK_FAILED,
             )
 
     # Settling: which subset shares memory, and its segments. Each step ends in an exchange, whatever happened in it.
 
-    def _settle(self, exchange: Exchange, stem: str) -> tuple[tuple[int, ...], list[Obstacle]]:
-        alone = (self.position,)
+    def _settle(self, exchange: Exchange, stem: str) -> list[Obstacle]:
+        """Make and map the segments if nothing hinders; return what each rank has met, the same list on all."""
         failures = [i.obstacle for i in self.verdict.identities]
-        subsets = self.verdict.subsets
-        if self._fatal(failures, subsets):
-            return alone, failures
+        if hindered(self.verdict, failures, per_link=self._per_link):
+            return failures
         subset = self.verdict.subset_of(self.position)
         for step in (self._create, self._attach):
             failures = [Obstacle(row[0]) for row in exchange(bytes([self._try(step, subset, stem)]))]
@@ -102,24 +108,19 @@ class Communicator:
                 segment.unlink()
         if any(failures):
             self._release()
-            return alone, failures
-        self._connect(subset)
-        return subset, failures
-
-    def _fatal(self, failures: list[Obstacle], subsets: tuple[tuple[int, ...], ...]) -> bool:
-        """Whether something known keeps the group from shared memory; equal on all ranks."""
-        sharing = [s for s in subsets if len(s) > 1]
-        if not self._per_link and len(subsets) > 1:
-            return True
-        return not sharing or Obstacle.FORCED in failures or any(failures[i] for s in sharing for i in s)
+        else:
+            self._connect(subset)
+        return failures
 
     def _try(self, step: Any, subset: tuple[int, ...], stem: str) -> Obstacle:
         try:
             step(subset, stem)
         except OSError as error:
+            logger.warning("cpupp: group %s: no shared memory: %s", self.name, error)
             found = Obstacle.of(error)
             return Obstacle.ATTACH if step == self._attach else found
         except Exception:  # whatever it is: the peers are in the exchange and must hear of it
+            logger.exception("cpupp: group %s: no shared memory", self.name)
             return Obstacle.INTERNAL
         return Obstacle.NONE
 
@@ -172,53 +173,25 @@ class Communicator:
     def _link_name(self, source: int, target: int) -> str:
         return f"rank {self.ranks[source]} -> rank {self.ranks[target]}"
 
+    def _agree_on_slices(self, exchange: Exchange, group: Communicator) -> Slicer:
+        size, shares = len(group.ranks), group.outcome.backend == "shm"
+        transports = [self.transport(self.position, p) for p in range(len(self.ranks))]
+        sliced = agree(exchange, exchange_over(group.group), transports, self.position, shares, size, group.position)
+        return Slicer(group, size, group.position, sliced)
+
     # The outcome
 
     def transport(self, source: int, target: int) -> str:
         """`shm` or `gloo` of the link between two positions."""
-        if len(self._active()) == len(self.ranks):
-            return "gloo"
-        return "shm" if any(source in s and target in s for s in self._active()) else "gloo"
-
-    def _active(self) -> tuple[tuple[int, ...], ...]:
-        """The subsets that talk by shared memory: the proved ones, or none of them after a failure."""
-        if any(self._failures) or self._fatal([i.obstacle for i in self.verdict.identities], self.verdict.subsets):
-            return tuple((i,) for i in range(len(self.ranks)))
-        return self.verdict.subsets
+        return self.outcome.transport(source, target)
 
     def _boarded(self) -> tuple[tuple[int, ...], ...]:
         """The subsets that have a board. A PP group has none: it talks point to point."""
-        return self._active() if self.kind == "tp" else tuple((i,) for i in range(len(self.ranks)))
-
-    def _outcome(self) -> tuple[str, str]:
-        shared = [[self.ranks[i] for i in s] for s in self._active() if len(s) > 1]
-        if len(shared) == 1 and len(shared[0]) == len(self.ranks):
-            return "shm", "all ranks share memory: same kernel, same /dev/shm, each read what the others wrote there"
-        if shared:
-            return "mixed", f"ranks {' and '.join(map(str, shared))} share memory, the other links cross hosts"
-        if Obstacle.FORCED in self._failures:
-            return "gloo", "the cluster file forces gloo"
-        sharing = {i for s in self.verdict.subsets if len(s) > 1 for i in s}
-        for i, failure in enumerate(self._failures):
-            if failure and (i in sharing or not sharing):
-                return "gloo", f"rank {self.ranks[i]} cannot use shared memory: {failure.text}"
-        if sharing:
-            return "gloo", "not all ranks share memory, and mode fallback gives the whole group one transport"
-        return "gloo", self._difference()
-
-    def _difference(self) -> str:
-        first, *others = self.verdict.identities
-        for other, rank in zip(others, self.ranks[1:], strict=True):
-            who = f"rank {self.ranks[0]} and rank {rank}"
-            if other.boot_id != first.boot_id:
-                return f"no two ranks share memory: {who} run on different machines (their boot ids differ)"
-            if (other.device, other.inode) != (first.device, first.inode):
-                return f"no two ranks share memory: {who} have different /dev/shm on one kernel"
-        return "no two ranks share memory: none could read what another wrote to its /dev/shm"
+        return self.outcome.subsets if self.kind == "tp" else tuple((i,) for i in range(len(self.ranks)))
 
     def summary(self) -> str:
         """Backend and reason in one line."""
-        return f"{self.backend}, {self.reason}"
+        return f"{self.outcome.backend}, {self.outcome.reason}"
 
     def report(self) -> GroupReport:
         """What this rank announces to the launcher."""
@@ -228,15 +201,17 @@ class Communicator:
             pid=os.getpid(),
             kind=self.kind,
             ranks=list(self.ranks),
-            backend=self.backend,
+            backend=self.outcome.backend,
             links=[[self.ranks[a], self.ranks[b], self.transport(a, b)] for a in size for b in size if a != b],
-            reason=self.reason,
+            reason=self.outcome.reason,
         )
 
     # Point to point
 
     def send_tensor_dict(self, items: Mapping[str, Any], target: int) -> None:
         """Send to the position `target`; returns before the receiver has it. Raises FrameError, PeerLostError."""
+        if self._slicer is not None:
+            items = self._slicer.cut(items, target)
         self._link(target).send(items, self._drain)
         self._sent_since_recv = True
         for link in self._gloo_links:
@@ -249,7 +224,7 @@ class Communicator:
         if not self._sent_since_recv and isinstance(link, GlooLink):
             link.expect()  # the last stage only receives, and is late for the next frame when it is the slow one
         self._sent_since_recv = False
-        return items
+        return items if self._slicer is None else self._slicer.join(items)
 
     def _link(self, other: int) -> Link:
         link = self._links.get(other)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,6 +23,8 @@ from cpupp.rank import graph_ops
 from cpupp.rank.announce import append_error, append_report
 from cpupp.rank.communicator import Communicator
 
+# vLLM makes the TP group before the PP group, in every version.
+_tensor_group: Communicator | None = None
 logger = init_logger("vllm.cpupp")
 
 
@@ -54,15 +57,23 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
         try:
             if unique_name.startswith("pp"):
                 cure_eager_pipeline()
+            cure_local_size()
             tensor_dicts_follow_the_communicator()
-            self.links = Communicator(unique_name, cpu_group, handoff, per_link=self.per_link)
+            self.links = self._connect(unique_name, cpu_group, handoff)
             append_report(handoff.reports, self.links.report())
         except BaseException as error:
             append_error(handoff.reports, f"group {unique_name} of ranks {self.ranks}", error)
             raise
         graph_ops.serve(unique_name, self.links)
-        self.supports_tensor_dict = self.per_link or self.links.backend == "shm"
+        self.supports_tensor_dict = self.per_link or self.links.outcome.backend == "shm"
         logger.info("cpupp: group %s of ranks %s: %s", unique_name, self.ranks, self.links.summary())
+
+    def _connect(self, name: str, group: ProcessGroup, handoff: RankHandoff) -> Communicator:
+        global _tensor_group
+        if name.startswith("pp"):
+            return Communicator(name, group, handoff, per_link=self.per_link, tensor_group=_tensor_group)
+        _tensor_group = Communicator(name, group, handoff, per_link=self.per_link)
+        return _tensor_group
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         """Sum over the group, in place, as stock does."""
@@ -112,9 +123,12 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
 
     def destroy(self) -> None:
         """Release links and segments."""
+        global _tensor_group
         if self.links is not None:
             graph_ops.withdraw(self.unique_name, self.links)
             self.links.close()
+            if _tensor_group is self.links:
+                _tensor_group = None
             self.links = None
         super().destroy()
 
@@ -139,6 +153,32 @@ def tensor_dicts_follow_the_communicator() -> None:
         return bool(getattr(self.device_communicator, "supports_tensor_dict", False))
 
     GroupCoordinator.use_cpu_custom_send_recv = property(supported, lambda self, value: None)
+
+
+def cure_local_size() -> None:
+    """Let a vLLM node with several ranks start when there are several nodes.
+
+    The response queue takes the number of devices for the number of ranks on a node, and the CPU platform has one
+    device. So the head's second rank counts as remote, and the engine dies on `assert local_message_queue is not None`
+    (seen with 0.32.0).
+    """
+    from vllm.config import get_current_vllm_config_or_none  # type: ignore[import-not-found, unused-ignore]
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue  # type: ignore[import-not-found, unused-ignore]
+    from vllm.platforms.cpu import CpuPlatform  # type: ignore[import-not-found, unused-ignore]
+
+    config = get_current_vllm_config_or_none()
+    size = getattr(config.parallel_config, "local_world_size", 1) if config is not None else 1
+    original = getattr(MessageQueue, "create_from_process_group_single_reader", None)
+    if original is None or size == 1 or hasattr(original, "cpupp"):
+        return
+
+    @wraps(original)
+    def cured(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(CpuPlatform, "device_count", classmethod(lambda cls: size), create=True):
+            return original(*args, **kwargs)
+
+    cured.cpupp = True  # type: ignore[attr-defined]  # marks the function as patched
+    MessageQueue.create_from_process_group_single_reader = staticmethod(cured)
 
 
 def cure_eager_pipeline() -> None:

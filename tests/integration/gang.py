@@ -25,7 +25,7 @@ from tests.testbed import need
 
 ROOT = Path(__file__).parents[2]
 KEY = b"cpupp tests"
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 600.0  # importing vLLM on a busy machine takes minutes; only a hang takes longer
 EXIT_SECONDS = 10.0
 
 

@@ -18,7 +18,7 @@ from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank import board, communicator
 from cpupp.rank.communicator import Communicator
 from cpupp.rank.frames import FrameError
-from cpupp.rank.links import INLINE_BYTES, MAX_IN_FLIGHT, TAG, ShmLink
+from cpupp.rank.links import INLINE_BYTES, MAX_IN_FLIGHT, TAG, GlooLink, ShmLink
 from cpupp.rank.ring import PeerLostError
 from tests.integration.gang import Gang, RankError
 
@@ -391,6 +391,54 @@ def test_all_reduce_sums_and_is_equal_on_all_ranks(gang: Gang, tmp_path: Path, l
     first, *others = gang.run(reduced, places(tmp_path, layout), len(layout), ranks=len(layout))
     for other in others:
         assert [name for (name, a), (_, b) in zip(first, other, strict=True) if a != b] == []
+
+
+# Pipeline and tensor parallel together
+
+
+def hop_of_two_stages(rank: int, folders: list[str]) -> tuple[bool, list[int], int]:
+    """Ranks 0 and 1 are the first stage, 2 and 3 the second."""
+    groups = {name: dist.new_group(ranks) for name, ranks in GRID.items()}
+    mine = {kind: next(g for n, g in groups.items() if n.startswith(kind) and rank in GRID[n]) for kind in ("tp", "pp")}
+    handoff = RankHandoff(run="r", attempt=1, node_rank=0, mode="links", backend="auto", reports="", host="a")
+    options: dict[str, Any] = {"shm_dir": Path(folders[rank]), "timeout": 60.0}
+    tensor = Communicator("tp:0", mine["tp"], handoff, **options)
+    links = Communicator("pp:0", mine["pp"], handoff, tensor_group=tensor, **options)
+    torch.manual_seed(3)
+    items = {
+        "hidden_states": torch.randn(64, 4096).bfloat16(),
+        "residual": torch.randn(4096, 64).t(),
+        "odd": torch.arange(100_001),
+        "small": torch.arange(10),
+        "step": 4,
+    }
+    good, sent = True, 0
+    for _ in range(3):
+        if rank < 2:
+            links.send_tensor_dict(items, 1)
+            link = links._link(1)
+            sent = sum(t.nbytes for t in link._in_flight[-1][2]) if isinstance(link, GlooLink) else -1
+        else:
+            good = good and same({**links.recv_tensor_dict(0)}, items)
+    assert links._slicer is not None
+    links.close()
+    tensor.close()
+    return good, sorted(links._slicer.sliced), sent
+
+
+GRID = {"tp a": [0, 1], "tp b": [2, 3], "pp a": [0, 2], "pp b": [1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sliced"), [("aabb", True), ("abab", False), ("aaaa", False), ("abcd", False), ("aabc", False)]
+)
+def test_equal_tensors_cross_hosts_in_slices(gang: Gang, tmp_path: Path, layout: str, sliced: bool) -> None:
+    answers = gang.run(hop_of_two_stages, places(tmp_path, layout))
+    assert [good for good, _, _ in answers] == [True] * 4
+    assert [s for _, s, _ in answers] == ([[1], [1], [0], [0]] if sliced else [[]] * 4)
+    whole = 64 * 4096 * (2 + 4)
+    if layout != "aaaa" and layout != "abab":
+        assert answers[0][2] == 100_001 * 8 + 80 + (whole // 2 if sliced else whole)
 
 
 # Peers that die

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -255,6 +257,27 @@ def cured(rank: int) -> list[Any]:
 def test_the_eager_fault_is_cured(gang: Gang) -> None:
     """vLLM 0.27.1 to 0.32.0, eager: `assert self.intermediate_tensors is not None` at the first request."""
     assert gang.run(cured, ranks=1) == [[[[1.0, 1.0]] * 3, 8]]
+
+
+def local_readers(rank: int) -> tuple[int, int]:
+    """How many readers on its own node the response queue of this rank has: stock, and cured."""
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    from cpupp.rank.vllm_adapter import cure_local_size
+
+    config = SimpleNamespace(parallel_config=SimpleNamespace(local_world_size=2))
+    queues = [MessageQueue.create_from_process_group_single_reader(dist.group.WORLD, 1 << 16, 2)[0]]
+    with patch("vllm.config.get_current_vllm_config_or_none", return_value=config):
+        cure_local_size()
+        cure_local_size()
+    queues.append(MessageQueue.create_from_process_group_single_reader(dist.group.WORLD, 1 << 16, 2)[0])
+    stock, cured = (len(queue.export_handle().local_reader_ranks) for queue in queues)
+    return stock, cured
+
+
+def test_a_node_with_two_ranks_can_start(gang: Gang) -> None:
+    """vLLM 0.32.0, several nodes, two ranks on the head: `assert local_message_queue is not None`."""
+    assert gang.run(local_readers) == [(1, 1), (0, 1)]
 
 
 def compiled(rank: int, encoded: str) -> list[Any]:
