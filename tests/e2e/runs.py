@@ -185,11 +185,24 @@ def greedy(address: str, prompt: str, *, port: int = PORT, model: str = "m", num
     return tokens
 
 
-def stock_answers(folder: Path, model: Path, *, eager: bool, cores: Sequence[int], port: int) -> list[list[int]]:
+def differences(got: Sequence[Sequence[int]], want: Sequence[Sequence[int]]) -> list[str]:
+    """Say for which prompts two lists of answers differ, and from which token on."""
+    assert len(got) == len(want) == len(PROMPTS)
+    found = []
+    for prompt, mine, theirs in zip(PROMPTS, got, want, strict=True):
+        first = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), None)
+        if first is not None:
+            found.append(f"{prompt!r}: token {first} is {mine[first]}, stock has {theirs[first]}")
+    return found
+
+
+def stock_answers(
+    folder: Path, model: Path, *, eager: bool, cores: Sequence[int], port: int, dtype: str = "bfloat16"
+) -> list[list[int]]:
     """Answers of stock vLLM with pipeline 1 on this machine: one tensor rank on each of `cores`."""
     write_site(folder / "site")
     argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--dtype", "bfloat16"]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--dtype", dtype]
     argv += ["--tensor-parallel-size", str(len(cores))] + (["--enforce-eager"] if eager else [])
     env = {
         **os.environ,
