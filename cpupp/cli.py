@@ -33,6 +33,8 @@ app = typer.Typer(
 
 _File = Annotated[str, typer.Argument(metavar="FILE", help="The cluster file (YAML).", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout instead of text.")]
+MAX_SECONDS = 10_000_000
+"""Four months: enough for any start, and a time that every clock and lock of the system can wait for."""
 _debug = False
 
 
@@ -60,8 +62,12 @@ def launch(
         str | None, typer.Option(metavar="TEXT", help="Ask one question, print the answer on stdout, stop.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to --ask, in tokens.")] = 128,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds until the model must be ready.")] = 600.0,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds between TERM and KILL when stopping.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=MAX_SECONDS, help="Seconds until the model must be ready.")
+    ] = 600.0,
+    grace: Annotated[
+        float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds between TERM and KILL when stopping.")
+    ] = 5.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: _Json = False,
 ) -> None:

@@ -13,10 +13,17 @@ Line = tuple[str, str]
 
 
 class Printer:
-    """Hands lines (text, style) to `show` from a thread of its own, many at once when they come fast."""
+    """Hands lines (text, style) to `show` from a thread of its own, many at once when they come fast.
 
-    def __init__(self, show: Callable[[list[Line]], None]) -> None:
+    idle: asked for lines whenever nothing came for `idle_s` seconds.
+    """
+
+    def __init__(
+        self, show: Callable[[list[Line]], None], *, idle: Callable[[], list[Line]] | None = None, idle_s: float = 30.0
+    ) -> None:
         self._show = show
+        self._idle = idle
+        self._idle_s = idle_s if idle is not None else None
         self._waiting: deque[Line] = deque()
         self._num_dropped = 0
         self._changed = threading.Condition()
@@ -51,7 +58,8 @@ class Printer:
         while True:
             with self._changed:
                 while not self._waiting and not self._closing:
-                    self._changed.wait()
+                    if not self._changed.wait(self._idle_s) and self._idle is not None:
+                        self._waiting.extend(self._idle())
                 if not self._waiting:
                     return
                 lines = list(self._waiting)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cpupp.errors import CpuppError
-from cpupp.plan.network import url_host
 from cpupp.plan.plan import Plan
 from cpupp.printer import Line, Printer
 from cpupp.render import Page, page_width, visible, write
@@ -40,13 +39,17 @@ class LaunchView:
     Implements launch/supervisor.py's View. A reader of stderr that goes away never ends the run.
     """
 
-    def __init__(self, plan: Plan, stream: TextIO | None = None, *, started: float | None = None) -> None:
+    def __init__(
+        self, plan: Plan, stream: TextIO | None = None, *, started: float | None = None, idle_s: float = 30.0
+    ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._plan = plan
         self._started = time.monotonic() if started is None else started
         self._rows = {n.node_rank: _Row(host=n.host, ranks=ranges(n.ranks)) for n in plan.nodes}
         self._live: Live | None = _start_live(self._stream, self._table) if self._stream.isatty() else None
-        self._printer = Printer(self._print)
+        self._starting = True
+        # A start takes minutes: without a table, silence would look like a hang.
+        self._printer = Printer(self._print, idle=None if self._live else self._still, idle_s=idle_s)
 
     def phase(self, node_rank: int, host: str, phase: str, seconds: float) -> None:
         """Show what a vLLM node does now. seconds: since the launch began."""
@@ -61,10 +64,11 @@ class LaunchView:
 
     def ready(self, ready: Ready) -> None:
         """Show the endpoint and how to ask it."""
+        self._starting = False
         page = Page(page_width(self._stream))
         page.line()
         page.line(f"ready after {ready.seconds:.1f} s: {ready.model} at {ready.url}", "bold green")
-        page.line(f"  {curl_line(ready.url, ready.model)}")
+        page.line(f"  {curl_line(ready.url, ready.model, needs_key=ready.needs_key)}")
         page.line("  Ctrl-C stops all vLLM nodes")
         page.line()
         self._printer.put(page.lines)
@@ -82,6 +86,17 @@ class LaunchView:
             live, self._live = self._live, None
             with suppress(OSError, ValueError, SystemExit):
                 live.stop()
+
+    def _still(self) -> list[Line]:
+        """What every vLLM node does, for how long."""
+        if not self._starting:
+            return []
+        now = time.monotonic()
+        doing = "; ".join(
+            f"{self._prefix(number)} {row.phase}" + (f" for {now - row.since:.0f} s" if row.since else "")
+            for number, row in self._rows.items()
+        )
+        return [(visible(f"{now - self._started:6.1f} s  still {doing}"), "")]
 
     def _prefix(self, node_rank: int) -> str:
         row = self._rows[node_rank]
@@ -135,13 +150,15 @@ def _start_live(stream: TextIO, table: Any) -> Live:
     return live
 
 
-def curl_line(url: str, model: str) -> str:
-    """A command that asks the served model one question."""
+def curl_line(url: str, model: str, *, needs_key: bool = False) -> str:
+    """A command that asks the served model one question. The API's key is left to the reader's shell."""
     import json
     import shlex
 
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
-    return f"curl {shlex.quote(url + '/chat/completions')} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    key = '-H "Authorization: Bearer $VLLM_API_KEY" ' if needs_key else ""
+    content = "-H 'Content-Type: application/json'"
+    return f"curl {shlex.quote(url + '/chat/completions')} {key}{content} -d {shlex.quote(body)}"
 
 
 def result_page(result: RunResult, width: int) -> Page:
@@ -198,10 +215,12 @@ def _first_line(text: str) -> str:
 
 def result_data(plan: Plan, result: RunResult) -> dict[str, Any]:
     """The result as JSON values."""
+    from cpupp.launch.api import public_url
+
     answer = result.answer
     return {
         "outcome": result.outcome,
-        "endpoint": f"http://{url_host(plan.serve_host)}:{plan.serve_port}/v1",
+        "endpoint": public_url(plan),
         "model": plan.served_name,
         "ready_seconds": result.ready_seconds,
         "answer": None

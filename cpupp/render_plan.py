@@ -174,12 +174,17 @@ def _commands(page: Page, commands: Sequence[RankCommand]) -> None:
 
 
 def _by_flag(argv: Sequence[str]) -> list[str]:
-    """The command's start, then one flag with its values a line."""
+    """The command's start, then one flag with its values a line; values of secret flags are hidden."""
     lines: list[list[str]] = [[]]
+    secret = False
     for word in argv:
+        flag, equals, _ = word.partition("=")
         if word.startswith("--") and len(lines[0]) > 1:
             lines.append([])
-        lines[-1].append(quote(word))
+            secret = _SECRET.search(flag.replace("-", "_")) is not None
+            lines[-1].append(f"{flag}=***" if secret and equals else quote(word))
+        else:
+            lines[-1].append("***" if secret else quote(word))
     return [" ".join(line) for line in lines]
 
 

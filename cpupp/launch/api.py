@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cpupp.errors import CpuppError, ExitCode
-from cpupp.plan.network import is_loopback
+from cpupp.plan.network import is_loopback, url_host
 from cpupp.plan.plan import Plan
 
 _ANY = ("0.0.0.0", "::", "")  # compared with, never bound
@@ -37,10 +37,8 @@ class HeadApi:
         self._session = session
         self._model = plan.served_name
         host = "127.0.0.1" if plan.serve_host in _ANY or is_loopback(plan.serve_host) else plan.serve_host
-        head = next(node for node in plan.nodes if node.host == plan.head)
-        public = head.endpoint.address if plan.serve_host in _ANY else plan.serve_host
-        self._url = f"http://{bracketed(host)}:{plan.serve_port}"
-        self.public_url = f"http://{bracketed(public)}:{plan.serve_port}/v1"
+        self._url = f"http://{url_host(host)}:{plan.serve_port}"
+        self._key = api_key(plan)
 
     def healthy(self) -> bool:
         """Whether /health answers 200."""
@@ -88,16 +86,29 @@ class HeadApi:
             timeout=timeout + 5,
             method=method,
             url=self._url + path,
-            headers={"Content-Type": "application/json"},
+            headers={
+                "Content-Type": "application/json",
+                **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+            },
             body="" if body is None else json.dumps(body),
             http_timeout=timeout,
         )
         return int(reply["status"]), str(reply["body"])
 
 
-def bracketed(address: str) -> str:
-    """An address as it stands in a URL: IPv6 in brackets."""
-    return f"[{address}]" if ":" in address else address
+def public_url(plan: Plan) -> str:
+    """The API's base URL as clients write it: with the head's address where the API listens on all of them."""
+    head = next(node for node in plan.nodes if node.host == plan.head)
+    host = head.endpoint.address if plan.serve_host in _ANY else plan.serve_host
+    return f"http://{url_host(host)}:{plan.serve_port}/v1"
+
+
+def api_key(plan: Plan) -> str:
+    """The key that the API will ask for, empty when it asks for none: vLLM's --api-key goes before VLLM_API_KEY."""
+    given = next((value for name, value in plan.args.items() if name.replace("-", "_") == "api_key"), None)
+    keys = given if isinstance(given, list) else [given]
+    head = next(host for host in plan.hosts if host.name == plan.head)
+    return next((str(key) for key in keys if key), head.env.get("VLLM_API_KEY", ""))
 
 
 def _parse(status: int, text: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def _text(raw: bytes, shown: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without YAML 1.1's surprises: `2026-01-02` and `22:22` stay text."""
+    """SafeLoader without YAML 1.1's surprises: `2026-01-02`, `22:22` and `=` stay text."""
 
 
 _INT = re.compile(r"^(?:[-+]?0b[01_]+|[-+]?0[0-7_]+|[-+]?(?:0|[1-9][0-9_]*)|[-+]?0x[0-9a-fA-F_]+)$")
@@ -87,13 +87,23 @@ _FLOAT = re.compile(
     r"^(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
     r"|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
-_REPLACED = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_REPLACED = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "int", "float", "value"))
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def _scalar(loader: _Loader, node: ScalarNode) -> Any:
+    """Return the value of plain or quoted text. Raises ConstructorError, with its place, for what is no such value."""
+    try:
+        return loader.construct_object(node)
+    except (ValueError, LookupError, AttributeError):  # PyYAML lets them through: `!!int x`, 5000 digits
+        kind = node.tag.rpartition(":")[2]
+        what = f"{node.value[:40]!r} is no {kind} that can be read"
+        raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
 
 
 class _Document:
@@ -148,7 +158,7 @@ class _Document:
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
         self.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, ScalarNode):
-            return loader.construct_object(node)
+            return _scalar(loader, node)
         self._open.append(node)
         try:
             if isinstance(node, SequenceNode):
@@ -199,5 +209,7 @@ _SYNTAX_HINTS = (
     ("block mapping", "the line before has another indentation, or a `-` or a colon is missing"),
     ("block collection", "the line before has another indentation"),
     ("undefined alias", "define it with & before its use, or quote the text"),
+    ("that can be read", "correct the value, or quote it to have it as text"),
+    ("2002:merge", "quote it: a bare << is a merge key"),
     ("could not determine a constructor", "remove the tag (the word that starts with !)"),
 )

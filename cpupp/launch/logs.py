@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from cpupp.launch.records import making
+
 NUM_TAIL_LINES = 40
 MAX_LINE = 16 * 1024
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -57,5 +59,6 @@ def readable(line: str) -> str:
 
 def open_logs(folder: Path, nodes: Mapping[int, str]) -> dict[int, NodeLog]:
     """Open one log file per vLLM node (node rank -> host) in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return {node: NodeLog(folder / f"node-{node}-{host}.log") for node, host in nodes.items()}
+    with making(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return {node: NodeLog(folder / f"node-{node}-{host}.log") for node, host in nodes.items()}

@@ -7,9 +7,12 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from cpupp.errors import CpuppError
 
 
 def new_run_id() -> str:
@@ -18,16 +21,24 @@ def new_run_id() -> str:
 
 
 class RunRecord:
-    """One run's folder (0700): `plan.json`, `cluster.yaml`, `events.ndjson`, `logs/`, `result.json`."""
+    """One run's folder (0700): `plan.json`, `events.ndjson`, `logs/`, `result.json`."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with making(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._events = (folder / "events.ndjson").open("a", encoding="utf-8", buffering=1)
         self.folder = folder
         self.logs = folder / "logs"
-        self._events = (folder / "events.ndjson").open("a", encoding="utf-8", buffering=1)
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file (or text, for a str) atomically: temporary file, fsync, rename."""
+        """Write a JSON file (or text, for a str) atomically: temporary file, fsync, rename.
+
+        A full disk does not end the run.
+        """
+        with contextlib.suppress(OSError):
+            self._write(name, value)
+
+    def _write(self, name: str, value: Any) -> None:
         text = value if isinstance(value, str) else json.dumps(value, indent=2, default=_plain) + "\n"
         target = self.folder / name
         temporary = target.with_name(target.name + ".new")
@@ -44,7 +55,19 @@ class RunRecord:
 
     def close(self) -> None:
         """Close the event file."""
-        self._events.close()
+        with contextlib.suppress(OSError):
+            self._events.close()
+
+
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """Tell an OSError of the body as what it is for the user: the run's folder cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        message = f"the run's folder cannot be made: {error.strerror} ({error.filename})"
+        hint = "set XDG_STATE_HOME to a folder that you can write; plans, events and logs of runs go there"
+        raise CpuppError("STATE-FOLDER", message, hint=hint, where=str(folder)) from None
 
 
 def _plain(value: Any) -> Any:

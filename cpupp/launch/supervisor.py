@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cpupp.errors import CpuppError
-from cpupp.launch.api import Answer, HeadApi
+from cpupp.launch.api import Answer, HeadApi, api_key, public_url
 from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
 from cpupp.launch.site import site_files
@@ -61,11 +61,15 @@ class Session(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What the user is told when the model serves: the API's base URL, the model's name, seconds since launch."""
+    """What the user is told when the model serves: the API's base URL, the model's name, seconds since launch.
+
+    needs_key: the API answers only to those who have its key.
+    """
 
     url: str
     model: str
     seconds: float
+    needs_key: bool = False
 
 
 class View(Protocol):
@@ -133,7 +137,7 @@ class Supervisor:
         self.answer: Answer | None = None
         self._api = HeadApi(plan, sessions[plan.head])
         self._hosts: dict[str, HostPlan] = {host.name: host for host in plan.hosts}
-        self._queue: queue.SimpleQueue[Event | tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | tuple[str, dict[str, Any]] | Exception] = queue.SimpleQueue()
         self._logs: dict[int, NodeLog] = {}
         self._rank_pids: dict[tuple[int, int], int] = {}
         self._leftovers: list[str] = []
@@ -175,6 +179,8 @@ class Supervisor:
         except queue.Empty:
             tails = {n: log.tail() for n, log in self._logs.items()} if state.stage == "failing" else {}
             return self._advance(state, Tick(at=time.monotonic(), tails=tails))
+        if isinstance(item, Exception):
+            raise item
         events = self._translate(*item) if isinstance(item, tuple) else [item]
         for event in events:
             state = self._advance(state, event)
@@ -262,7 +268,8 @@ class Supervisor:
             case AnnounceReady():
                 seconds = (state.ready_at or time.monotonic()) - self.started
                 self.record.event("ready", seconds=round(seconds, 3))
-                self.view.ready(Ready(url=self._api.public_url, model=self.plan.served_name, seconds=seconds))
+                url, key = public_url(self.plan), bool(api_key(self.plan))
+                self.view.ready(Ready(url=url, model=self.plan.served_name, seconds=seconds, needs_key=key))
             case Ask():
                 self._thread(self._ask)
             case StopAll(now=now):
@@ -271,7 +278,13 @@ class Supervisor:
                     self._thread(self._stop_everywhere, now)
 
     def _thread(self, target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, daemon=True, name=f"cpupp-{target.__name__}").start()
+        def work() -> None:
+            try:
+                target(*args)
+            except Exception as error:  # a fault of ours: without this, `run` would wait for ever for what it asked for
+                self._queue.put(error)
+
+        threading.Thread(target=work, daemon=True, name=f"cpupp-{target.__name__}").start()
 
     def _start_host(self, host: str) -> None:
         session, options = self.sessions[host], self.options
@@ -288,6 +301,8 @@ class Supervisor:
             for command in nodes:
                 session.request("start", timeout=60, **self._start_params(command))
         except CpuppError as error:
+            if error.code == "HOST-LOST":  # the session says so itself, once
+                return
             at = time.monotonic()
             self._queue.put(StartFailed(at=at, node_rank=nodes[0].node_rank, message=str(error)))
 

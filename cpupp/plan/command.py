@@ -25,6 +25,7 @@ OWNED_ARGS: dict[str, str] = {
     "tp": "parallel.tensor",
     "data_parallel_size": "nothing: cpupp runs one replica",
     "dp": "nothing: cpupp runs one replica",
+    "api_server_count": "nothing: the head runs one API server",
     "nnodes": "hosts",
     "node_rank": "hosts",
     "master_addr": "network.master_addr",
@@ -33,8 +34,27 @@ OWNED_ARGS: dict[str, str] = {
     "distributed_executor_backend": "engine.executor",
     "host": "serve.host",
     "port": "serve.port",
+    "uds": "serve.host",
+    "ssl_keyfile": "nothing: the API is asked in plain HTTP; TLS is for a proxy in front of it",
+    "ssl_certfile": "nothing: the API is asked in plain HTTP; TLS is for a proxy in front of it",
+    "config": "nothing: arguments stand under engine.args, where they are checked",
 }
 """`vllm serve` arguments that cpupp sets itself, and the key of the cluster file that says it."""
+
+
+def owner(name: str) -> str | None:
+    """Say which key of the cluster file sets an argument (`nothing: REASON` when none does); None when it is free.
+
+    name: in any spelling that vLLM's parser takes for it, with dashes or underscores, or cut short.
+    """
+    plain = name.lstrip("-").replace("-", "_").lower()
+    if plain.startswith("data_parallel"):
+        plain = "data_parallel_size"
+    if plain in OWNED_ARGS:
+        return OWNED_ARGS[plain]
+    # argparse takes any unique beginning: --tensor-parallel is --tensor-parallel-size.
+    return next((home for owned, home in OWNED_ARGS.items() if len(plain) > 2 and owned.startswith(plain)), None)
+
 
 OWNED_ENV: dict[str, str] = {
     "VLLM_PP_LAYER_PARTITION": "parallel.layers",

@@ -7,7 +7,6 @@ Times are seconds of one monotonic clock, passed in with every event.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -106,8 +105,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case Begin():
             return replace(state, stage="starting"), (StartNodes(),)
         case Interrupted(signum=signum):
-            code = ExitCode.SIGTERM if signum == signal.SIGTERM else ExitCode.SIGINT
-            return _stop(replace(state, outcome="interrupted", exit_code=int(code)))
+            return _stop(replace(state, outcome="interrupted", exit_code=128 + signum))  # as shells count
         case Spawned(node_rank=node, pid=pid):
             return _with_node(state, node, phase="started, importing", since=event.at, pid=pid), ()
         case Logged(node_rank=node, line=line):
@@ -127,7 +125,7 @@ def _while_stopping(state: State, event: Event) -> tuple[State, tuple[Action, ..
         case Interrupted():
             return state, (StopAll(now=True),)
         case Exited(node_rank=node, code=code):
-            return _with_node(state, node, exit_code=code, phase=f"exited {code}"), ()
+            return _with_node(state, node, exit_code=code, phase="stopped"), ()
         case HostLost(host=host, reason=reason):
             failure = Failure(host=host, node_rank=None, ranks=(), code="HOST-LOST", message=reason)
             return replace(state, failures=(*state.failures, failure)), ()

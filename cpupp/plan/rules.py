@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cpupp.plan.cluster import parse_ssh
-from cpupp.plan.command import OWNED_ARGS, OWNED_ENV
+from cpupp.plan.command import OWNED_ENV, owner
 from cpupp.plan.grid import equation
 from cpupp.plan.memory import KV_ENV
 from cpupp.plan.network import is_loopback
@@ -178,9 +178,9 @@ def _args(data: Mapping[Any, Any]) -> Iterator[Problem]:
     for key, value in args.items():
         path: Path = ("engine", "args", str(key))
         plain = str(key).lstrip("-").replace("-", "_")
-        if plain in OWNED_ARGS:
-            home = OWNED_ARGS[plain]
-            hint = f"cpupp runs one replica: {_REMOVE}" if home.startswith("nothing") else f"use `{home}`"
+        home = owner(str(key))
+        if home is not None:
+            hint = f"{home.partition(': ')[2]}: {_REMOVE}" if home.startswith("nothing") else f"use `{home}`"
             yield Problem(path=path, code="CONFIG-OWNED", message="cpupp sets this argument itself", hint=hint)
         elif not _ARG_NAME.fullmatch(str(key)):
             hint = "write the name of a `vllm serve` argument without dashes in front, like max_model_len"

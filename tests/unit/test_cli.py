@@ -217,6 +217,20 @@ def test_a_signal_while_connecting_ends_at_once(folder: Path, name: str, code: i
     assert time.monotonic() - start < 3
 
 
+def test_an_interrupt_while_the_imports_run_leaves_no_traceback() -> None:
+    code = "import sys\nfrom cpupp.__main__ import main\n"
+    code += "class Stop:\n    def find_spec(*_):\n        raise KeyboardInterrupt\n"
+    code += "sys.meta_path.insert(0, Stop)\nmain()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_sixty_four_hosts_are_planned_within_a_second(tmp_path: Path) -> None:
     hosts = "".join(f"  - {{name: h{n}, ssh: me@10.1.0.{n + 1}}}\n" for n in range(64))
     head = "name: big\nmodel: {path: /models/x, num_layers: 128}\nparallel: {pipeline: 64}\nhosts:\n"

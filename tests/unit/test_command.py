@@ -53,6 +53,15 @@ def test_the_head_and_its_follower() -> None:
     }
 
 
+def test_secret_arguments_are_hidden_in_the_text_alone() -> None:
+    spec = cluster("a", engine={"args": {"api_key": ["sesame", "-x"], "hf_token": "-y", "max_model_len": 64}})
+    plan = make_plan(spec, {})
+    commands = make_commands(plan)
+    text = plan_page(plan, commands).text()
+    assert "      --api-key *** *** \\\n      --hf-token=*** \\\n      --max-model-len 64\n" in text
+    assert "sesame" in commands[0].argv
+
+
 def test_one_node_needs_no_rendezvous() -> None:
     (command,) = make_commands(make_plan(cluster({"name": "a", "slots": 2}, tensor=2), machines("a")))
     assert "--nnodes" not in command.argv

@@ -288,6 +288,10 @@ MISTAKES = [
         "use `parallel.tensor`",
     ),
     ("  args: {max_model_len: 1024}", "  args: {data_parallel_size: 2}", 11, "sets this argument", "one replica"),
+    ("  args: {max_model_len: 1024}", "  args: {data-parallel-rank: 2}", 11, "sets this argument", "one replica"),
+    ("  args: {max_model_len: 1024}", "  args: {tensor-parallel-size: 2}", 11, "sets this", "`parallel.tensor`"),
+    ("  args: {max_model_len: 1024}", "  args: {Tensor_Parallel: 2}", 11, "sets this", "`parallel.tensor`"),
+    ("  args: {max_model_len: 1024}", "  args: {ssl_certfile: x}", 11, "sets this", "a proxy in front of it: remove"),
     ("  args: {max_model_len: 1024}", "  args: {max model len: 2}", 11, "is no argument name", "max_model_len"),
     ("  args: {max_model_len: 1024}", "  args: {a_b: 1, a-b: 2}", 11, "is the same argument as a_b", "keep one"),
     ("engine:", "network: {backend: ccl}\nengine:", 10, "vLLM on CPU has no oneCCL backend", "valid: auto, shm, gloo"),
@@ -310,6 +314,28 @@ def test_each_mistake(tmp_path: Path, line: str, instead: str, number: int, mess
     assert match, [(e.where, e.message, e.hint) for e in found]
     if "ssh" not in line:
         assert len(found) == 1, [e.message for e in found]
+
+
+UNREADABLE = [
+    ("!!int x", "'x' is no int that can be read"),
+    ("!!float x", "'x' is no float that can be read"),
+    ("!!bool maybe", "'maybe' is no bool that can be read"),
+    ("!!timestamp maybe", "'maybe' is no timestamp that can be read"),
+    ("0x_", "'0x_' is no int that can be read"),
+    ("9" * 5000, f"'{'9' * 40}' is no int that can be read"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), UNREADABLE, ids=lambda v: str(v)[:20])
+def test_a_value_that_yaml_cannot_read_has_its_place(tmp_path: Path, value: str, message: str) -> None:
+    code, text, hint = only(tmp_path, GOOD.replace("max_model_len: 1024", f"max_model_len: {value}"))
+    assert (code, text) == ("CONFIG-YAML", f"pair.yaml:11:25: not valid YAML: {message}")
+    assert hint == "correct the value, or quote it to have it as text"
+
+
+def test_an_equals_sign_is_text(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD.replace("max_model_len: 1024", "x: =")).engine.args == {"x": "="}
+    assert "merge key" in only(tmp_path, GOOD.replace("max_model_len: 1024", "x: <<"))[2]
 
 
 @pytest.mark.parametrize("ssh", ["b", "me@b", "me@b:2222", "[fd00::2]:22", "me@[fd00::2]", "my-alias.lan"])

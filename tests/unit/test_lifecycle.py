@@ -239,7 +239,7 @@ def test_time_out_names_the_rank_that_never_joined_first() -> None:
     assert run.state.exit_code == ExitCode.NOT_READY
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("ready", [False, True])
 def test_signals_stop_in_order_and_the_second_insists(signum: int, code: int, ready: bool) -> None:
     run = History().serving() if ready else History().started()
@@ -247,6 +247,7 @@ def test_signals_stop_in_order_and_the_second_insists(signum: int, code: int, re
     assert run.feed(Interrupted(at=10, signum=signum)) == (StopAll(now=True),)
     run.feed(Exited(at=10, node_rank=0, code=-15), Down(at=11))
     assert (run.state.stage, run.state.outcome, run.state.exit_code) == ("down", "interrupted", code)
+    assert run.state.nodes[0].phase == "stopped"  # it did what it was told: no failure
     assert run.state.failures == ()
 
 

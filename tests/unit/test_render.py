@@ -106,6 +106,21 @@ def test_progress_on_a_pipe_is_one_line_a_change() -> None:
     assert stream.getvalue() == "   3.2 s  [a 0] loading weights\n[b 1] INFO hello\\x1b[0m\nnote: something\n"
 
 
+def test_a_start_on_a_pipe_is_never_silent_for_long() -> None:
+    stream = io.StringIO()
+    view = LaunchView(pair(), stream, idle_s=0.05)
+    view.phase(0, "a", "loading weights", 3.25)
+    deadline = time.monotonic() + 30
+    while "still" not in stream.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    view.ready(Ready(url="http://10.0.0.1:8000/v1", model="m", seconds=36.04))
+    time.sleep(0.2)  # a model that serves may be silent
+    view.close()
+    still = [line for line in stream.getvalue().splitlines() if "still" in line]
+    assert re.fullmatch(r" +\d+\.\d s  still \[a 0\] loading weights for \d+ s; \[b 1\] waiting", still[0])
+    assert "ready after" in stream.getvalue().partition(still[-1])[2]
+
+
 def test_ready_shows_the_endpoint_and_a_curl_line() -> None:
     stream = io.StringIO()
     view = LaunchView(pair(), stream)
