@@ -13,8 +13,8 @@ from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, GroupSeats
 
-MAX_SHM_RANKS = 8
-"""vLLM's SHM manager holds at most 8 ranks (csrc/cpu/shm.cpp, MAX_SHM_RANK_NUM)."""
+SHM_ARCH = "x86_64"
+"""The shared-memory links of rank/ring.py and rank/board.py need the total store order of x86-64 (rank/identity.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,8 @@ def plan_groups(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]) -
 def _plan_group(
     spec: ClusterSpec, group: GroupSeats, hosts: Mapping[int, str], facts: Mapping[str, HostFacts]
 ) -> GroupPlan:
-    domains = memory_domains(spec, tuple(dict.fromkeys(hosts[r] for r in group.ranks)), facts)
-    size = {h: sum(hosts[r] in d for r in group.ranks) for d in domains for h in d}
+    members = tuple(dict.fromkeys(hosts[r] for r in group.ranks))
+    other_arch = next((h for h in members if h in facts and facts[h].arch != SHM_ARCH), None)
     ways = ways_in(spec)
     verdicts: dict[tuple[str, str], Verdict] = {}
     links = []
@@ -119,7 +119,7 @@ def _plan_group(
                 # One sentence for both directions: the lower rank's host is named first.
                 pair = (hosts[min(src, dst)], hosts[max(src, dst)])
                 if pair not in verdicts:
-                    verdicts[pair] = _link_verdict(spec, ways, *pair, size[pair[0]], facts)
+                    verdicts[pair] = _link_verdict(spec, ways, *pair, other_arch, facts)
                 verdict = verdicts[pair]
                 transport = "shm" if verdict.shared else "gloo"
                 links.append(LinkPlan(src=src, dst=dst, transport=transport, reason=verdict.reason))
@@ -136,13 +136,15 @@ def _plan_group(
 
 
 def _link_verdict(
-    spec: ClusterSpec, ways: Mapping[str, str], a: str, b: str, num_sharing: int, facts: Mapping[str, HostFacts]
+    spec: ClusterSpec, ways: Mapping[str, str], a: str, b: str, other_arch: str | None, facts: Mapping[str, HostFacts]
 ) -> Verdict:
     if spec.network.backend == "gloo":
         return Verdict(shared=False, reason="network.backend is gloo")
     verdict = same_memory(ways, a, b, facts)
-    if verdict.shared and num_sharing > MAX_SHM_RANKS:
-        return Verdict(shared=False, reason=f"{num_sharing} ranks share memory, vLLM's SHM holds {MAX_SHM_RANKS}")
+    if verdict.shared and other_arch is not None:
+        # One rank that cannot takes its group to gloo: the ranks decide so too (rank/outcome.py).
+        arch = facts[other_arch].arch
+        return Verdict(shared=False, reason=f"host {other_arch} is {arch}, shared-memory links need {SHM_ARCH}")
     return verdict
 
 

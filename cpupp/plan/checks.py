@@ -13,14 +13,17 @@ from cpupp.plan.memory import GIB
 from cpupp.plan.model import model_facts
 from cpupp.plan.network import address_errors, data_plane, is_container_bridge, is_loopback
 from cpupp.plan.plan import make_plan
-from cpupp.plan.threads import plan_cores
 from cpupp.plan.versions import known_faults, too_old, version_warning
 
 __all__ = ["CHECKS"]
 
 MIB = 1 << 20
-SHM_PER_THREAD = 4 * MIB
-"""vLLM 0.32's SHM manager: 4 MiB for each thread of each rank of each group (measured)."""
+SHM_PER_TENSOR_RANK = 4 * MIB
+"""A rank's board in a TP group that shares memory (rank/board.py)."""
+SHM_PER_STAGE_LINK = 8 * MIB
+"""The ring from a rank to the next stage, when they share memory (rank/communicator.py)."""
+SHM_PER_OTHER_LINK = 1 * MIB
+"""The ring between any other two ranks of a PP group that share memory."""
 SHM_BASE = 64 * MIB
 """Broadcast queues of API server, engine and workers, and what torch puts there."""
 MIN_OPEN_FILES = 4096
@@ -177,15 +180,18 @@ def shm_need(case: Case, host: str) -> int:
     """Bytes that ranks put into the host's /dev/shm, those of entries that share it included: groups and queues."""
     if case.spec is None or slots_equation(case.spec) is not None:
         return SHM_BASE
-    grid = make_grid(case.spec)
-    cores = plan_cores(case.spec, grid, case.facts).cores
     device = (case.facts[host].boot_id, case.facts[host].shm.device)
     sharing = {name for name, fact in case.facts.items() if (fact.boot_id, fact.shm.device) == device}
     need = SHM_BASE * len(sharing)
-    for seat in grid.seats:
-        if seat.host in sharing:
-            groups = sum(seat.rank in group.ranks for group in grid.groups)
-            need += groups * SHM_PER_THREAD * max(1, len(cores[seat.rank]))
+    grid = make_grid(case.spec)
+    hosts = {seat.rank: seat.host for seat in grid.seats}
+    for group in grid.groups:
+        here = [index for index, rank in enumerate(group.ranks) if hosts[rank] in sharing]
+        if group.kind == "tp" and len(here) > 1:
+            need += SHM_PER_TENSOR_RANK * len(here)
+        elif group.kind == "pp":
+            steps = [(b - a) % len(group.ranks) for a in here for b in here if a != b]
+            need += sum(SHM_PER_STAGE_LINK if step == 1 else SHM_PER_OTHER_LINK for step in steps)
     return need
 
 

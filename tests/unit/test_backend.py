@@ -109,10 +109,19 @@ def test_tensor_four_over_two_hosts_warns_with_the_cost() -> None:  # vllm #2723
     )
 
 
-def test_nine_ranks_of_one_machine_are_too_many_for_shm() -> None:
+def test_nine_ranks_of_one_machine_share_memory() -> None:
+    """vLLM's own SHM manager holds eight; the links of cpupp have no such limit."""
     spec = cluster({"name": "a", "slots": 9}, pipeline=9)
-    group = groups(spec, machines("a"))["pp0"]
-    assert (group.backend, group.reason) == ("gloo", "9 ranks share memory, vLLM's SHM holds 8")
+    assert groups(spec, machines("a"))["pp0"].backend == "shm"
+
+
+def test_another_architecture_takes_the_whole_group_to_gloo() -> None:
+    spec = cluster({"name": "a", "slots": 2}, {"name": "b", "slots": 2}, pipeline=4)
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], arch="aarch64")
+    group = groups(spec, facts)["pp0"]
+    assert group.backend == "gloo"
+    assert group.links[0].reason == "host b is aarch64, shared-memory links need x86_64"
 
 
 def test_gloo_can_be_forced() -> None:
