@@ -99,6 +99,7 @@ class AgentSession:
             raise CpuppError(
                 "HOST-SLOW",
                 f"no answer to {op!r} within {timeout:g} s",
+                hint="the host may be overloaded, or one of its disks may hang",
                 where=self.host,
                 exit_code=ExitCode.UNREACHABLE,
             ) from None
@@ -200,7 +201,10 @@ class AgentSession:
             "AGENT-START",
             f"the agent on {self.transport.target} ended {shown} before it answered{words}",
             where=self.host,
-            hint="run `python3 -V` there by hand, over the same connection",
+            # The agent's own first line went to somebody else.
+            hint="a start-up file of the login shell there reads the input that is the agent's"
+            if "readline()" in words or "invalid literal for int()" in words
+            else "run `python3 -V` there by hand, over the same connection",
             exit_code=ExitCode.UNREACHABLE,
         )
 

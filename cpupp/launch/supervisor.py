@@ -304,7 +304,7 @@ class Supervisor:
             if error.code == "HOST-LOST":  # the session says so itself, once
                 return
             at = time.monotonic()
-            self._queue.put(StartFailed(at=at, node_rank=nodes[0].node_rank, message=str(error)))
+            self._queue.put(StartFailed(at=at, node_rank=nodes[0].node_rank, message=error.message))
 
     def _start_params(self, command: RankCommand) -> dict[str, Any]:
         reports = f"{SITE}/reports-{command.node_rank}.ndjson"
@@ -334,7 +334,7 @@ class Supervisor:
         try:
             self._api.complete(timeout=self.options.timeout)
         except CpuppError as failure:
-            error = str(failure)
+            error = failure.message
         self._queue.put(Completed(at=time.monotonic(), error=error))
 
     def _ask(self) -> None:
@@ -343,7 +343,7 @@ class Supervisor:
             question = self.options.ask or ""
             self.answer = self._api.ask(question, max_tokens=self.options.max_tokens, timeout=self.options.timeout)
         except CpuppError as failure:
-            error = str(failure)
+            error = failure.message
         self._queue.put(Asked(at=time.monotonic(), error=error))
 
     def _stop_everywhere(self, now: bool) -> None:
@@ -367,7 +367,7 @@ class Supervisor:
             self.sessions[host].request("stop", timeout=grace + STOP_SLACK, grace=grace)
         except CpuppError as error:
             if host not in self._lost:
-                self._leftovers.append(f"host {host}: {error}")
+                self._leftovers.append(f"perhaps, host {host}: {error.message}: its agent goes on by itself")
 
     # The end ----------------------------------------------------------------------------------------------------------
 

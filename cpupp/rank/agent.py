@@ -24,7 +24,8 @@ import urllib.request
 from typing import Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
 from . import agent_net, agent_probe, agent_proc, agent_site
-from .agent_node import Children, Node, NodeError
+from .agent_children import Children
+from .agent_node import Node, NodeError
 from .agent_outbox import Outbox
 
 PROTOCOL = 1
@@ -101,6 +102,7 @@ class Agent:
 
     def take_down(self) -> None:
         """End everything without waiting for the launcher, which is gone or deaf."""
+        self.children.end_asked()
         for node in list(self.nodes.values()):
             node.hurry.set()
         # Bounded, whatever hangs: when this process ends, the keepers go on by themselves.

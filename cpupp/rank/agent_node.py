@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from . import agent_proc
 
 if TYPE_CHECKING:
+    from .agent_children import Children
     from .agent_outbox import Outbox
 
 # The launcher's remote command is the same text; the keeper's source travels on its stdin.
@@ -34,39 +35,6 @@ FALLOC_PUNCH_HOLE = 0x01 | 0x02  # with FALLOC_FL_KEEP_SIZE
 
 class NodeError(Exception):
     """The node's process could not be started; the text is the host's own."""
-
-
-class Children:
-    """The agent's own children. All others under it are orphans of a keeper that died."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pids: set[int] = set()
-
-    def popen(self, *arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        """Start a process as `subprocess.Popen` does and remember it."""
-        with self._lock:
-            process = subprocess.Popen(*arguments, **options)
-            self._pids.add(process.pid)
-        return process
-
-    def forget(self, process: subprocess.Popen[bytes]) -> None:
-        """Drop a process that was waited for."""
-        with self._lock:
-            self._pids.discard(process.pid)
-
-    def kill_orphans(self, deadline_s: float) -> tuple[dict[int, int], set[int], set[tuple[int, int]]]:
-        """KILL what dead keepers left to the agent. Returns exit codes, survivors, and the segments they used."""
-        with self._lock:
-            spare = set(self._pids)
-            table = agent_proc.process_table()
-            orphans = {pid for pid, process in table.items() if process.ppid == os.getpid() and pid not in spare}
-            segments: set[tuple[int, int]] = set()
-            with contextlib.suppress(OSError):
-                device = os.stat(agent_proc.SHM).st_dev
-                segments = agent_proc.shm_in_use(orphans | agent_proc.descendants(orphans, table), device)
-            codes, left = agent_proc.kill_below(os.getpid(), spare, deadline_s)
-        return codes, left, segments
 
 
 class Follower:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import agent_engine, agent_net, agent_proc, agent_site
 
 if TYPE_CHECKING:
-    from .agent_node import Children
+    from .agent_children import Children
 
 CPU = "/sys/devices/system/cpu"
 NODE = "/sys/devices/system/node"

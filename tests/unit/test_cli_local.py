@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -234,3 +237,37 @@ def test_a_state_folder_that_cannot_be_made(cluster: Path, tmp_path: Path) -> No
     assert words.startswith(f"error: {tmp_path}/file/cpupp/runs/local-")
     assert "the run's folder cannot be made: Not a directory" in words
     assert "hint: set XDG_STATE_HOME to a folder that you can write" in words
+
+
+@pytest.mark.parametrize("says", ["@engine nonsense", "@engine {}", "hello"])
+def test_an_engine_that_is_no_python(cluster: Path, tmp_path: Path, says: str) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{says}'\n")
+    done = run("plan", str(cluster))
+    assert (done.returncode, done.stdout) == (3, "")
+    python = f"{tmp_path}/python"
+    words = f"host a: engine.python {python}: {python}: exit status 0: it does not answer as a Python does\n"
+    assert done.stderr.startswith(f"error: {words}")
+
+
+def test_an_engine_that_hangs_does_not_outlive_an_interrupt(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/pid\nwait\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cpupp", "plan", str(cluster)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (143, "error: interrupted by SIGTERM: nothing was started\n")
+    sleeper = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    wait_for(lambda: not sleeper.exists())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from cpupp.plan.facts import FactsError, HostFacts, ModelFolderFacts, decode, encode
 from cpupp.rank import agent_engine, agent_net, agent_probe
-from cpupp.rank.agent_node import Children
+from cpupp.rank.agent_children import Children
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -134,6 +138,13 @@ def test_a_file_that_is_cut_off_or_a_pointer(folder: Path, start: bytes) -> None
     assert "a.safetensors is not a safetensors file or is cut off" in model(folder).error
 
 
+def test_weights_that_are_cut_off_behind_the_header(folder: Path) -> None:
+    path = folder / "b.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])  # a download or a copy that broke off
+    assert model(folder).error == f"{folder}: b.safetensors is cut off: its tensors end at byte {len(whole)}"
+
+
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert model(tmp_path).error == f"{tmp_path}/config.json: No such file or directory"
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
@@ -193,3 +204,31 @@ def test_cgroup_limits_are_the_least_of_all_levels(tmp_path: Path, monkeypatch: 
     (inner / "cpu.cfs_quota_us").write_text("50000", encoding="ascii")
     (inner / "cpu.cfs_period_us").write_text("100000", encoding="ascii")
     assert agent_probe.cpu_quota() == 0.5
+
+
+ASK = """
+import sys
+from cpupp.rank import agent_proc
+from cpupp.rank.agent_children import Children
+agent_proc.become_subreaper()
+answer = Children().ask(["/bin/sh", "-c", sys.argv[1]], 1.0, {})
+print([answer.trouble, answer.status, answer.output[:9].decode()], agent_proc.descendants([__import__("os").getpid()],
+      agent_proc.process_table()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sleep 600; true", ["gave no answer within 1 s", None, ""]),
+        ("sleep 600 & echo here", ["", 0, "here\n"]),
+        ("exec >&- 2>&-; sleep 600", ["gave no answer within 1 s", None, ""]),
+        ("yes 12345678", ["printed without end", None, "12345678\n"]),
+        ("trap '' TERM; echo x; echo y >&2; exit 3", ["", 3, "x\n"]),
+    ],
+)
+def test_a_program_that_is_asked_leaves_nothing_whatever_it_does(script: str, said: list[object]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, script], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT
+    )
+    assert done.stdout == f"{said} set()\n"
