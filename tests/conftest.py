@@ -22,6 +22,8 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 def pytest_configure() -> None:
     """Let SIGTERM, with which a CI ends a run, unwind the tests as Ctrl-C does. By itself it skips every clean-up."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A job in the background inherits an ignored SIGINT, and so would the commands that the tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A forked child that a test terminates shall just die.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
