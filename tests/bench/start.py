@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -34,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     ours: list[float] = []
     by_hand: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="cpupp-bench-") as name, hosts(2) as bed:
+    with tempfile.TemporaryDirectory(prefix="cpupp-bench-", dir="/var/tmp") as name, hosts(2) as bed:
         for number in range(options.rounds + 1):
             folder = Path(name) / str(number)
             seconds = time_launch(folder, bed, eager=options.eager)
@@ -81,7 +82,8 @@ def time_by_hand(folder: Path, bed: Bed, commands: list[dict[str, Any]], *, eage
     started = [_start(bed[i], command, site, folder) for i, command in enumerate(commands)]
     try:
         while not _answers(bed[0].address, eager=eager):
-            assert all(p.poll() is None for p in started), "a node started by hand ended"
+            ended = [i for i, process in enumerate(started) if process.poll() is not None]
+            assert not ended, (folder / f"by-hand-{bed[ended[0]].name}.log").read_text(errors="replace")[-3000:]
             time.sleep(0.2)
         return time.monotonic() - began
     finally:
@@ -94,7 +96,7 @@ def time_by_hand(folder: Path, bed: Bed, commands: list[dict[str, Any]], *, eage
             process.wait()
         for host in bed:
             for entry in [*host.path("/dev/shm").iterdir(), *host.path("/tmp").iterdir()]:
-                entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _start(host: Host, command: dict[str, Any], site: Path, folder: Path) -> subprocess.Popen[bytes]:
