@@ -31,6 +31,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench = typer.Typer(help="Measure on the hosts of a cluster file.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 _File = Annotated[str, typer.Argument(metavar="FILE", help="The cluster file (YAML).", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout instead of text.")]
 MAX_SECONDS = 10_000_000
@@ -186,6 +189,59 @@ def doctor(
             title = "this machine" if file is None else f"cluster {spec.name}, {len(spec.hosts)} hosts"
             report_page(title, report, facts, page_width(sys.stdout)).show(sys.stdout)
         raise typer.Exit(int(ExitCode.OK if ok else ExitCode.FINDINGS))
+
+
+@bench.command("comm")
+def bench_comm(
+    file: _File,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer repetitions: seconds of measuring, not a minute.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until all must be measured.")] = 600.0,
+    as_json: _Json = False,
+) -> None:
+    """Measure every link and group, beside vLLM's generic path, gloo, TCP and SHM. Loads no model."""
+    with _guard("bench comm", as_json), _signals() as signals:
+        from cpupp.plan.bench_comm import bench_commands
+
+        spec = _load(file)
+        with _connected(spec, signals, grace_s=1.0) as (sessions, facts):
+            plan, commands = _make_plan(spec, facts)
+            result = _measure(plan, bench_commands(plan, commands, quick=quick), sessions, signals, timeout)
+        _finish_bench(plan, result, as_json)
+
+
+def _measure(
+    plan: Plan, commands: tuple[RankCommand, ...], sessions: Mapping[str, Any], signals: Signals, timeout: float
+) -> Any:
+    from cpupp.launch.bench_comm import BenchOptions, BenchRun
+    from cpupp.launch.records import new_run_id
+    from cpupp.render_bench import BenchView
+
+    run = new_run_id()
+    options = BenchOptions(run=run, folder=_runs_folder() / f"{plan.name}-bench-{run}", timeout=timeout)
+    view = BenchView()
+    try:
+        made = BenchRun(plan, commands, sessions, options, view.tell)
+        signals.forward(made.interrupt)
+        return made.run()
+    finally:
+        view.close()
+
+
+def _finish_bench(plan: Plan, result: Any, as_json: bool) -> None:
+    from cpupp.render import page_width, print_envelope
+    from cpupp.render_bench import bench_data, show_bench
+    from cpupp.render_launch import result_errors, result_page
+
+    ok = result.run.exit_code == 0
+    if not ok or result.run.leftovers:
+        result_page(result.run, page_width(sys.stderr)).show(sys.stderr)
+    if as_json:
+        print_envelope("bench comm", ok=ok, data=bench_data(plan, result), errors=result_errors(result.run))
+    elif ok:
+        show_bench(plan, result)
+    raise typer.Exit(result.run.exit_code)
 
 
 def _this_machine() -> ClusterSpec:

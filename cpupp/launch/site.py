@@ -7,7 +7,7 @@ from importlib import resources
 from cpupp import __version__
 from cpupp.plan.plan import HostPlan
 
-_SINGLE = ("__init__.py", "errors.py", "plan/__init__.py", "plan/handoff.py")
+_SINGLE = ("__init__.py", "errors.py", "plan/__init__.py", "plan/handoff.py", "plan/bench_order.py")
 
 
 def site_files(host: HostPlan) -> dict[str, str]:

@@ -9,8 +9,13 @@ from cpupp.plan.handoff import ErrorReport, Report, encode_report
 
 
 def append_report(path: str, report: Report) -> None:
-    """Append the report to `path` in a single write (O_APPEND), so that lines of several processes never mix."""
-    line = (encode_report(report) + "\n").encode()
+    """Append the report to `path`."""
+    append_line(path, encode_report(report))
+
+
+def append_line(path: str, text: str) -> None:
+    """Append a line to `path` in a single write (O_APPEND), so that lines of several processes never mix."""
+    line = (text + "\n").encode()
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, line)

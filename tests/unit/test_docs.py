@@ -33,9 +33,11 @@ def test_every_exit_code_is_described() -> None:
     assert [code for code in ExitCode if f"| {int(code)} |" not in text] == []
 
 
-@pytest.mark.parametrize("verb", ["launch", "plan", "doctor"])
+@pytest.mark.parametrize("verb", ["launch", "plan", "doctor", "bench comm"])
 def test_every_option_is_described(verb: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "cpupp", verb, "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "cpupp", *verb.split(), "--help"], capture_output=True, text=True, check=True
+    )
     text = (ROOT / "docs/cli.md").read_text()
     section = text.partition(f"## `cpupp {verb}")[2].partition("\n## ")[0]
     options = set(re.findall(r"--[a-z-]+", done.stdout)) - {"--help"}

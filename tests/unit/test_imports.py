@@ -41,6 +41,11 @@ TABLE = (
     Row(files="cpupp.rank.agent*", may=("cpupp.rank.agent*",)),  # runs on a bare python3
     Row(files="cpupp.rank.vllm_plugin", may=("cpupp.plan.handoff", "cpupp.rank.*", "vllm"), may_at_top=()),
     Row(files="cpupp.rank.vllm_adapter", may=("cpupp.errors", "cpupp.plan.handoff", "cpupp.rank.*", "torch", "vllm")),
+    Row(
+        files="cpupp.rank.bench_*",  # measures vLLM's own paths beside ours, and goes without where there is no vLLM
+        may=("cpupp.errors", "cpupp.plan.bench_order", "cpupp.plan.handoff", "cpupp.rank.*", "torch", "vllm"),
+        may_at_top=("cpupp.errors", "cpupp.plan.bench_order", "cpupp.plan.handoff", "cpupp.rank.*", "torch"),
+    ),
     Row(files="cpupp.rank.*", may=("cpupp.errors", "cpupp.plan.handoff", "cpupp.rank.*", "torch")),
     Row(files="cpupp.*", may=("cpupp", "cpupp.*", "rich", "typer")),  # cli, render and what belongs to them
 )

@@ -1,0 +1,265 @@
+"""The loop of one `cpupp bench comm`: the agents start a rank on every slot, until all have measured or one fails.
+
+The gang lives and dies as one here too: the first rank that fails is named, all are taken down, nothing is left.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cpupp.errors import CpuppError, ExitCode
+from cpupp.launch.logs import NodeLog, open_logs
+from cpupp.launch.records import RunRecord
+from cpupp.launch.session import run_all
+from cpupp.launch.site import site_files
+from cpupp.launch.supervisor import STOP_SLACK, TICK, RunResult, Session
+from cpupp.plan.bench_order import BenchDone, BenchTimes, decode_line
+from cpupp.plan.command import SITE, RankCommand
+from cpupp.plan.failures import Failure, exit_text, order_failures
+from cpupp.plan.handoff import HANDOFF_ENV, ErrorReport, GroupReport, HandoffError, RankHandoff
+from cpupp.plan.lifecycle import SETTLE, mismatch
+from cpupp.plan.plan import Plan
+
+GRACE_S = 1.0
+_CAUSES = ("HOST-LOST", "RANK-SIGNAL", "RANK-START")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """run: run id; folder: where the record goes; timeout: seconds for everything."""
+
+    run: str
+    folder: Path
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """How it ended, and all times that came back."""
+
+    run: RunResult
+    times: tuple[BenchTimes, ...]
+
+
+class BenchRun:
+    """Runs the ranks on open sessions. `run` blocks until everything is down; `interrupt` may be called from signals.
+
+    commands: of `bench_commands`, one a rank. tell: called with each piece of progress.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        commands: Sequence[RankCommand],
+        sessions: Mapping[str, Session],
+        options: BenchOptions,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.plan, self.commands, self.sessions, self.options, self.tell = plan, commands, sessions, options, tell
+        self.record = RunRecord(options.folder)
+        self._started = time.monotonic()
+        self._queue: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._logs: dict[int, NodeLog] = {}
+        self._expected = {(rank, g.kind, g.ranks): g for g in plan.groups for rank in g.ranks}
+        self._joined: set[tuple[int, str, tuple[int, ...]]] = set()
+        self._done: set[int] = set()
+        self._times: list[BenchTimes] = []
+        self._failures: list[Failure] = []
+        self._leftovers: list[str] = []
+        self._decide_at: float | None = None
+        self._signum = 0
+
+    def interrupt(self, signum: int) -> None:
+        """Ask for the end. Only enqueues: safe in a signal handler."""
+        self._queue.put(("", {"event": "signal", "signum": signum}))
+
+    def run(self) -> BenchResult:
+        """Start, measure, take down. Whatever happens inside, every host is ordered to stop before this returns."""
+        self._logs = open_logs(self.record.logs, {c.node_rank: c.host for c in self.commands})
+        self.record.write("plan.json", {"plan": self.plan, "commands": self.commands})
+        for session in self.sessions.values():
+            session.on_event = lambda host, data: self._queue.put((host, data))
+        self.tell(f"starting {len(self.commands)} ranks on {len(self.sessions)} hosts")
+        try:
+            for host in self.sessions:
+                threading.Thread(target=self._start, args=(host,), daemon=True, name=f"start-{host}").start()
+            while not self._over():
+                try:
+                    self._take(*self._queue.get(timeout=TICK))
+                except queue.Empty:
+                    continue
+        finally:
+            self._stop()
+            while not self._queue.empty():
+                host, data = self._queue.get()
+                if data.get("event") == "output":
+                    self._take(host, data)
+            for log in self._logs.values():
+                log.close()
+        result = BenchResult(run=self._result(), times=tuple(self._times))
+        self.record.write("result.json", result)
+        self.record.close()
+        return result
+
+    def _over(self) -> bool:
+        now = time.monotonic()
+        if self._signum or len(self._done) == len(self.commands):
+            return True
+        if self._decide_at is None and now > self._started + self.options.timeout:
+            for command in self.commands:
+                if command.node_rank not in self._done:
+                    self._fail(command.node_rank, "BENCH-TIMEOUT", f"not done after {self.options.timeout:g} s")
+            return True
+        return self._decide_at is not None and now >= self._decide_at
+
+    # What comes in
+
+    def _take(self, host: str, data: dict[str, Any]) -> None:
+        rank = data.get("node", -1)
+        match data.get("event"):
+            case "signal":
+                self._signum = data["signum"]
+            case "lost":
+                self._lose(host, str(data.get("reason", "connection lost")))
+            case "failed":
+                self._fail(rank, "RANK-START", data["message"])
+            case "output":
+                self._logs[rank].feed(data["data"])
+            case "report":
+                self._report(rank, data["line"])
+            case "spawned":
+                self.record.event("Spawned", data={"node_rank": rank, "pid": data["pid"]})
+            case "exited" if rank not in self._done:
+                code = data["code"]
+                self._fail(rank, "RANK-SIGNAL" if code < 0 else "RANK-EXIT", exit_text(code))
+
+    def _report(self, rank: int, line: str) -> None:
+        try:
+            report = decode_line(line)
+        except HandoffError as error:
+            self.tell(f"rank {rank} sent a report that cannot be read: {error}")
+            return
+        self.record.event("Reported", data={"node_rank": rank, "report": report})
+        match report:
+            case BenchTimes():
+                self._times.append(report)
+                if self._times[-2:-1] == [] or _block(self._times[-2]) != _block(report):
+                    self.tell(f"measured {_block(report)}")
+            case BenchDone():
+                self._done.add(rank)
+            case ErrorReport(where=where, message=message):
+                self._fail(rank, "RANK-EXCEPTION", f"{where}: {message}")
+            case GroupReport():
+                self._join(rank, report)
+            case _:
+                pass
+
+    def _join(self, rank: int, report: GroupReport) -> None:
+        key = (report.rank, report.kind, tuple(report.ranks))
+        if self.plan.communicator == "links" and (wrong := mismatch(self._expected.get(key), report)) is not None:
+            self._fail(rank, "BENCH-MISMATCH", wrong)
+        self._joined.add(key)
+        if len(self._joined) == len(self._expected):
+            self.tell(f"all groups joined after {time.monotonic() - self._started:.0f} s")
+
+    def _fail(self, rank: int, code: str, message: str) -> None:
+        """Note the first failure of a rank; the others have SETTLE seconds for theirs."""
+        if any(failure.node_rank == rank for failure in self._failures):
+            return
+        host = self.commands[rank].host
+        self._add(Failure(host=host, node_rank=rank, ranks=(rank,), code=code, message=message))
+
+    def _lose(self, host: str, reason: str) -> None:
+        ranks = tuple(command.node_rank for command in self.commands if command.host == host)
+        self._add(Failure(host=host, node_rank=None, ranks=ranks, code="HOST-LOST", message=reason))
+        self._leftovers.append(f"host {host} cannot be reached: its agent takes its ranks down by itself")
+
+    def _add(self, failure: Failure) -> None:
+        self._failures.append(failure)
+        self.record.event("Failed", data=failure)
+        if self._decide_at is None:
+            self._decide_at = time.monotonic() + SETTLE
+
+    # What goes out
+
+    def _start(self, host: str) -> None:
+        session, options = self.sessions[host], self.options
+        ranks = [command for command in self.commands if command.host == host]
+        files = site_files(next(h for h in self.plan.hosts if h.name == host))
+        try:
+            session.request("prepare", timeout=60, run=options.run, attempt=1, host=host, files=files)
+            for command in ranks:
+                session.request("start", timeout=60, **self._start_params(command))
+        except CpuppError as error:
+            self._queue.put((host, {"event": "failed", "node": ranks[0].node_rank, "message": str(error)}))
+
+    def _start_params(self, command: RankCommand) -> dict[str, Any]:
+        rank = self.plan.ranks[command.node_rank]
+        reports = f"{SITE}/reports-{rank.rank}.ndjson"
+        handoff = RankHandoff(
+            run=self.options.run,
+            attempt=1,
+            node_rank=rank.node_rank,
+            mode="links",
+            backend=self.plan.backend,
+            reports=reports,
+            host=rank.host,
+        )
+        return {
+            "node": rank.rank,
+            "argv": list(command.argv),
+            "env": command.env,
+            "site_env": {**command.site_env, HANDOFF_ENV: handoff.encode()},
+            "drop_env": list(command.drop_env),
+            "reports": reports,
+            "cores": list(rank.cores),
+        }
+
+    def _stop(self) -> None:
+        lost = {failure.host for failure in self._failures if failure.code == "HOST-LOST"}
+        limit = GRACE_S + STOP_SLACK
+        orders = {
+            host: partial(session.request, "stop", timeout=limit, grace=GRACE_S)
+            for host, session in self.sessions.items()
+            if host not in lost
+        }
+        _, errors = run_all(orders)
+        self._leftovers += [f"host {error.where}: {error}" for error in errors]
+
+    # The end
+
+    def _result(self) -> RunResult:
+        failures = sorted(order_failures(tuple(self._failures)), key=lambda f: f.code not in _CAUSES)
+        failures = [replace(f, last_lines=self._tail(f.node_rank)) for f in failures]
+        outcome, code = "ok", ExitCode.OK
+        if self._signum:
+            outcome, code = "interrupted", ExitCode.SIGTERM if self._signum == signal.SIGTERM else ExitCode.SIGINT
+        elif failures and failures[0].code == "BENCH-TIMEOUT":
+            outcome, code = "not_ready", ExitCode.NOT_READY
+        elif failures:
+            outcome, code = "failed", ExitCode.RANK_FAILED
+        return RunResult(
+            outcome=outcome,
+            exit_code=int(code),
+            first_failure=failures[0] if failures else None,
+            consequences=tuple(failures[1:]),
+            answer=None,
+            folder=self.options.folder,
+            ready_seconds=None,
+            leftovers=tuple(self._leftovers),
+        )
+
+    def _tail(self, rank: int | None) -> tuple[str, ...]:
+        return () if rank is None else self._logs[rank].tail()
+
+
+def _block(times: BenchTimes) -> str:
+    return f"{times.op} {times.group} {'-'.join(map(str, times.ranks))}, {times.bytes} bytes"
