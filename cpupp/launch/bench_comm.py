@@ -87,7 +87,7 @@ class BenchRun:
         self.record.write("plan.json", {"plan": self.plan, "commands": self.commands})
         for session in self.sessions.values():
             session.on_event = lambda host, data: self._queue.put((host, data))
-        self.tell(f"starting {len(self.commands)} ranks on {len(self.sessions)} hosts")
+        self.tell(f"starting {len(self.commands)} ranks on {', '.join(self.sessions)}")
         try:
             for host in self.sessions:
                 threading.Thread(target=self._start, args=(host,), daemon=True, name=f"start-{host}").start()

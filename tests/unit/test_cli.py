@@ -59,7 +59,7 @@ def test_help_is_quick_and_names_the_verbs() -> None:
     done = run("--help")
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     assert done.returncode == 0
-    for verb in ("launch", "plan", "doctor"):
+    for verb in ("launch", "plan", "doctor", "bench"):
         assert f"  {verb} " in done.stdout
     assert spent < 0.35
 
@@ -108,6 +108,7 @@ def test_five_mistakes_exit_three(folder: Path) -> None:
         ["plan", "pair.yaml", "--offline"],
         ["launch", "pair.yaml"],
         ["doctor", "pair.yaml"],
+        ["bench", "comm", "pair.yaml"],
     ):
         done = run(*words, cwd=folder)
         assert (done.returncode, done.stdout, done.stderr) == (3, "", FIVE_ERRORS)
