@@ -197,7 +197,7 @@ def bench_comm(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer repetitions: seconds of measuring, not a minute.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds until all must be measured.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1, max=MAX_SECONDS, help="Seconds until all must be measured.")] = 600.0,
     as_json: _Json = False,
 ) -> None:
     """Measure every link and group, beside vLLM's generic path, gloo, TCP and SHM. Loads no model."""

@@ -127,6 +127,8 @@ class BenchRun:
         match data.get("event"):
             case "signal":
                 self._signum = data["signum"]
+            case "fault":
+                raise data["error"]
             case "lost":
                 self._lose(host, str(data.get("reason", "connection lost")))
             case "failed":
@@ -199,7 +201,11 @@ class BenchRun:
             for command in ranks:
                 session.request("start", timeout=60, **self._start_params(command))
         except CpuppError as error:
+            if error.code == "HOST-LOST":  # the session says so itself, once
+                return
             self._queue.put((host, {"event": "failed", "node": ranks[0].node_rank, "message": str(error)}))
+        except Exception as error:  # a fault of ours: without this, `run` would wait until its time is over
+            self._queue.put((host, {"event": "fault", "error": error}))
 
     def _start_params(self, command: RankCommand) -> dict[str, Any]:
         rank = self.plan.ranks[command.node_rank]
