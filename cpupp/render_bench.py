@@ -98,8 +98,9 @@ def _bars(page: Page, plan: Plan, rows: Sequence[BenchRow]) -> None:
 
 
 def _left_out(result: BenchResult) -> list[str]:
-    texts = [f"{t.op} {t.group} {size_text(t.bytes)} {t.note}" for t in result.times if not t.nanoseconds and t.note]
-    return list(dict.fromkeys(texts))
+    notes = [t for t in result.times if not t.nanoseconds and t.note]
+    sizes = {t: f" {size_text(t.bytes)}" if t.bytes else "" for t in notes}  # no bytes: of all sizes
+    return list(dict.fromkeys(f"{t.op} {t.group}{sizes[t]} {t.note}" for t in notes))
 
 
 def _costs(page: Page, plan: Plan, rows: Sequence[BenchRow]) -> None:

@@ -152,9 +152,9 @@ class BenchRun:
         self.record.event("Reported", data={"node_rank": rank, "report": report})
         match report:
             case BenchTimes():
-                self._times.append(report)
-                if self._times[-2:-1] == [] or _block(self._times[-2]) != _block(report):
+                if report.nanoseconds and not any(_block(t) == _block(report) for t in self._times):
                     self.tell(f"measured {_block(report)}")
+                self._times.append(report)
             case BenchDone():
                 self._done.add(rank)
             case ErrorReport(where=where, message=message):

@@ -57,6 +57,8 @@ def _measure(handoff: RankHandoff, order: BenchOrder) -> None:
         inside = order.rank in target.ranks
         paths = ways.of(number, target) if inside else {}
         block = Block(target, paths, order, handoff.reports)
+        if inside:
+            block.miss(vllm_generic=bool(ways.coordinators), shm=ways.shm or not target.shared)
         for size in order.sizes[target.op]:
             if inside:
                 block.run(size)
@@ -111,6 +113,15 @@ class Block:
         self._target, self._paths, self._order, self._reports = target, paths, order, reports
         self._lead = target.ranks[0] == order.rank
         self._seconds_per_byte = 0.0
+
+    def miss(self, *, vllm_generic: bool, shm: bool) -> None:
+        """Say which paths cannot be had on all hosts."""
+        if not vllm_generic:
+            self._report(0, "vllm_generic", [], "without vllm_generic: vLLM cannot be imported on every host")
+        if not shm:
+            self._report(
+                0, "shm", [], "without shm: not every host's vLLM has SHM operations (its AVX2 build has none)"
+            )
 
     def run(self, size: int) -> None:
         """Measure one size, or leave it out when the sizes before show that it would take too long."""

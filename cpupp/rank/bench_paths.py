@@ -268,12 +268,12 @@ class Ways:
     ) -> None:
         self.rank = rank
         self._address, self._store, self._prefix, self._timeout_s = address, store, prefix, timeout_s
-        self._communicators, self._coordinators, self._shm = communicators, coordinators, shm
+        self._communicators, self.coordinators, self.shm = communicators, coordinators, shm
 
     def of(self, number: int, target: BenchTarget) -> dict[str, Path]:
         """The paths of a target, by name, in the order in which they take turns. All of its ranks call this."""
         handle = None
-        if target.shared and self._shm:
+        if target.shared and self.shm:
             handle = shm_handle(self._store, f"{self._prefix}-{number}", target.ranks, self.rank)
         return self._hop(number, target, handle) if target.op == HOP else self._reduce(target, handle)
 
@@ -285,8 +285,8 @@ class Ways:
         paths: dict[str, Path] = {
             "cpupp": DictHop(lambda d: ours.send_tensor_dict(d, at), lambda: ours.recv_tensor_dict(at), lead=lead)
         }
-        if self._coordinators:
-            vllm = self._coordinators[target.group]
+        if self.coordinators:
+            vllm = self.coordinators[target.group]
             paths["vllm_generic"] = DictHop(
                 lambda d: vllm.send_tensor_dict(d, dst=at), lambda: vllm.recv_tensor_dict(src=at), lead=lead
             )
@@ -301,8 +301,8 @@ class Ways:
     def _reduce(self, target: BenchTarget, handle: int | None) -> dict[str, Path]:
         ours = self._communicators[target.group]
         paths: dict[str, Path] = {"cpupp": Reduce(ours.all_reduce)}
-        if self._coordinators:
-            paths["vllm_generic"] = Reduce(self._coordinators[target.group].all_reduce)
+        if self.coordinators:
+            paths["vllm_generic"] = Reduce(self.coordinators[target.group].all_reduce)
         paths["gloo"] = Reduce(lambda tensor: dist.all_reduce(tensor, group=ours.group))
         if handle is not None:
             paths["shm"] = Reduce(lambda tensor: torch.ops._C.shm_allreduce(handle, tensor))

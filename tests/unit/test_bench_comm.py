@@ -218,7 +218,9 @@ def test_the_page() -> None:
     left = BenchTimes(
         op=HOP, group="pp0", ranks=(0, 2), bytes=64 << 20, path="gloo", nanoseconds=(), note="left out: too long"
     )
-    text = bench_page(square(), result(*measured(), left)).text()
+    none = BenchTimes(op=HOP, group="pp0", ranks=(0, 2), bytes=0, path="shm", nanoseconds=(), note="without shm")
+    text = bench_page(square(), result(*measured(), left, none)).text()
+    assert "! hop pp0 without shm" in text
     assert "slowest link: pp1 1<->3 (a - b), gloo: 120.0 us at 2 KiB, 1,049 MB/s at 1 MiB" in text
     assert "slowest group: tp1 2,3 (b), shm: 7.0 us at 1 KiB" in text
     assert "one token of /models/tiny through all stages: 1 hop of 2 KiB and 16 all-reduces of 1 KiB" in text
