@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,21 @@ def bed() -> Iterator[Bed]:
         yield bed
 
 
-def bench(folder: Path, bed: Bed, *options: str) -> Run:
-    """Start `cpupp bench comm --quick` on the bed."""
+@contextmanager
+def bench(folder: Path, bed: Bed, *options: str) -> Iterator[Run]:
+    """A running `cpupp bench comm --quick` on the bed; ended if the test has not."""
     cluster = write_cluster(folder / "c.yaml", smollm2(), ssh_hosts(bed))
     (folder / "run").mkdir()
-    return Run(["bench", "comm", str(cluster), "--quick", *options], bed.env, folder / "run")
+    run = Run(["bench", "comm", str(cluster), "--quick", *options], bed.env, folder / "run")
+    try:
+        yield run
+    finally:
+        run.stop()
 
 
 def test_every_path_at_every_size(tmp_path: Path, bed: Bed) -> None:
-    run = bench(tmp_path, bed, "--json")
-    assert run.wait(READY_TIMEOUT_S) == 0, run.stderr[-4000:]
+    with bench(tmp_path, bed, "--json") as run:
+        assert run.wait(READY_TIMEOUT_S) == 0, run.stderr[-4000:]
     assert_quiet(bed)
     envelope = json.loads(run.stdout)
     assert (envelope["command"], envelope["ok"], envelope["errors"]) == ("bench comm", True, [])
@@ -55,13 +61,13 @@ def test_every_path_at_every_size(tmp_path: Path, bed: Bed) -> None:
 
 
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, bed: Bed) -> None:
-    run = bench(tmp_path, bed)
-    while run.process.poll() is None and len([e for e in run.events() if e["event"] == "Spawned"]) < 2:
-        time.sleep(0.1)
-    victim = next(e["data"]["pid"] for e in run.events() if e["event"] == "Spawned" and e["data"]["node_rank"] == 1)
-    run.wait_for("Reported")  # the groups are joined, the measuring begins
-    os.kill(victim, signal.SIGKILL)
-    assert run.wait(DOWN_TIMEOUT_S) == 1
+    with bench(tmp_path, bed) as run:
+        while run.process.poll() is None and len([e for e in run.events() if e["event"] == "Spawned"]) < 2:
+            time.sleep(0.1)
+        victim = next(e["data"]["pid"] for e in run.events() if e["event"] == "Spawned" and e["data"]["node_rank"] == 1)
+        run.wait_for("Reported")  # the groups are joined, the measuring begins
+        os.kill(victim, signal.SIGKILL)
+        assert run.wait(DOWN_TIMEOUT_S) == 1
     assert_quiet(bed)
     assert run.stdout == ""
     first = run.stderr[run.stderr.index("error: ") :].splitlines()[0]
