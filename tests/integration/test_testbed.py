@@ -203,9 +203,12 @@ def test_a_bed_without_a_janitor_is_found_and_swept() -> None:
 
 def test_an_orphan_is_known_as_one_and_fetched_when_it_ends(orphan_watch: OrphanWatch) -> None:
     # The parent waits until the watch has seen its child, then ends and leaves it.
-    parent = ["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!; sleep 1"]
-    done = subprocess.run(parent, capture_output=True, text=True, check=True)
-    pid = int(done.stdout)
+    script = ["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!; read line"]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        wait_for(lambda: orphan_watch.knows(pid), "sight of the child")
     assert [process.pid for process in orphan_watch.orphans()] == [pid]
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: processes.look(pid) is None, "end of the zombie")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,8 +260,9 @@ def test_the_eager_fault_is_cured(gang: Gang) -> None:
     assert gang.run(cured, ranks=1) == [[[[1.0, 1.0]] * 3, 8]]
 
 
-def local_readers(rank: int) -> tuple[int, int]:
+def local_readers(rank: int, folder: str) -> tuple[int, int]:
     """How many readers on its own node the response queue of this rank has: stock, and cured."""
+    os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     from cpupp.rank.vllm_adapter import cure_local_size
@@ -277,7 +279,8 @@ def local_readers(rank: int) -> tuple[int, int]:
 
 def test_a_node_with_two_ranks_can_start(gang: Gang) -> None:
     """vLLM 0.32.0, several nodes, two ranks on the head: `assert local_message_queue is not None`."""
-    assert gang.run(local_readers) == [(1, 1), (0, 1)]
+    with tempfile.TemporaryDirectory(prefix="q", dir="/var/tmp") as folder:  # short: it becomes part of a socket's path
+        assert gang.run(local_readers, folder) == [(1, 1), (0, 1)]
 
 
 def compiled(rank: int, encoded: str) -> list[Any]:

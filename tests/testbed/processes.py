@@ -120,6 +120,12 @@ class OrphanWatch:
         self._stop.set()
         self._thread.join()
 
+    def knows(self, pid: int) -> bool:
+        """Whether it has seen this process while another one was its parent."""
+        with self._lock:
+            self._look()
+            return any(known == pid for known, _ in self._grandchildren)
+
     def orphans(self) -> list[Process]:
         """The living orphans, as of now."""
         with self._lock:
