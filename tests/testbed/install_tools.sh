@@ -19,6 +19,10 @@ need openssh-server sshd
 need openssh-client ssh ssh-keygen
 need iproute2 ip tc
 need util-linux unshare nsenter taskset
+need zsh zsh
+need fish fish
+need tcsh tcsh csh
+need ksh ksh
 ldconfig -p | grep -q libtcmalloc_minimal || missing="$missing libtcmalloc-minimal4"
 
 [ -n "$missing" ] || exit 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpupp.launch.bundle import START_AGENT, agent_payload
+from tests.testbed.need import need_tool
 
 FILES = sorted(Path("cpupp/rank").glob("agent*.py"))
 
@@ -38,11 +38,9 @@ def test_the_shell_text_has_nothing_that_a_shell_would_read() -> None:
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish", "csh", "tcsh", "ksh"])
 def test_login_shells_start_it(shell: str) -> None:
-    program = shutil.which(shell)
-    if program is None:
-        pytest.skip(f"{shell} is not installed")
+    need_tool(shell)
     done = subprocess.run(
-        [program, "-c", START_AGENT], input=agent_payload(), capture_output=True, timeout=60, check=True
+        [shell, "-c", START_AGENT], input=agent_payload(), capture_output=True, timeout=60, check=True
     )
     assert done.stdout.startswith(b'@cpupp {"event": "hello", "protocol": 1, "python": "3.')
     assert b"the launcher closed the connection" in done.stderr
