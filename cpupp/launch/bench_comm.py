@@ -19,12 +19,12 @@ from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
 from cpupp.launch.session import run_all
-from cpupp.launch.site import site_files
+from cpupp.launch.site import site_files, start_request
 from cpupp.launch.supervisor import STOP_SLACK, TICK, RunResult, Session
 from cpupp.plan.bench_order import BenchDone, BenchTimes, decode_line
-from cpupp.plan.command import SITE, RankCommand
+from cpupp.plan.command import RankCommand
 from cpupp.plan.failures import Failure, exit_text, order_failures
-from cpupp.plan.handoff import HANDOFF_ENV, ErrorReport, GroupReport, HandoffError, RankHandoff
+from cpupp.plan.handoff import ErrorReport, GroupReport, HandoffError
 from cpupp.plan.lifecycle import SETTLE, mismatch
 from cpupp.plan.plan import Plan
 
@@ -209,25 +209,16 @@ class BenchRun:
 
     def _start_params(self, command: RankCommand) -> dict[str, Any]:
         rank = self.plan.ranks[command.node_rank]
-        reports = f"{SITE}/reports-{rank.rank}.ndjson"
-        handoff = RankHandoff(
+        order = start_request(
+            command,
+            rank.rank,
             run=self.options.run,
             attempt=1,
             node_rank=rank.node_rank,
             mode="links",
             backend=self.plan.backend,
-            reports=reports,
-            host=rank.host,
         )
-        return {
-            "node": rank.rank,
-            "argv": list(command.argv),
-            "env": command.env,
-            "site_env": {**command.site_env, HANDOFF_ENV: handoff.encode()},
-            "drop_env": list(command.drop_env),
-            "reports": reports,
-            "cores": list(rank.cores),
-        }
+        return {**order, "cores": list(rank.cores)}
 
     def _stop(self) -> None:
         lost = {failure.host for failure in self._failures if failure.code == "HOST-LOST"}

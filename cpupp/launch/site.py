@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from importlib import resources
+from typing import Any
 
 from cpupp import __version__
+from cpupp.plan.command import SITE, RankCommand
+from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
 from cpupp.plan.plan import HostPlan
 
 _SINGLE = ("__init__.py", "errors.py", "plan/__init__.py", "plan/handoff.py", "plan/bench_order.py")
@@ -23,6 +26,23 @@ def site_files(host: HostPlan) -> dict[str, str]:
     if host.shim:
         files |= shim_files(host.vllm)
     return files
+
+
+def start_request(command: RankCommand, node: int, **handoff: Any) -> dict[str, Any]:
+    """Return the agent's `start` request for this command as its node number `node`.
+
+    handoff: the fields of RankHandoff that depend on the run (`run`, `attempt`, `node_rank`, `mode`, `backend`).
+    """
+    reports = f"{SITE}/reports-{node}.ndjson"
+    text = RankHandoff(host=command.host, reports=reports, **handoff).encode()
+    return {
+        "node": node,
+        "argv": list(command.argv),
+        "env": command.env,
+        "site_env": {**command.site_env, HANDOFF_ENV: text},
+        "drop_env": list(command.drop_env),
+        "reports": reports,
+    }
 
 
 def shim_files(version: str) -> dict[str, str]:

@@ -14,8 +14,8 @@ from cpupp.errors import CpuppError
 from cpupp.launch.api import Answer, HeadApi, api_key, public_url
 from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
-from cpupp.launch.site import site_files
-from cpupp.plan.command import SITE, RankCommand
+from cpupp.launch.site import site_files, start_request
+from cpupp.plan.command import RankCommand
 from cpupp.plan.events import (
     Action,
     AnnounceReady,
@@ -41,7 +41,7 @@ from cpupp.plan.events import (
     Tick,
 )
 from cpupp.plan.failures import Failure
-from cpupp.plan.handoff import HANDOFF_ENV, HandoffError, RankHandoff, decode_report
+from cpupp.plan.handoff import HandoffError, decode_report
 from cpupp.plan.lifecycle import State, initial_state, step
 from cpupp.plan.plan import HostPlan, Plan
 
@@ -177,17 +177,19 @@ class Supervisor:
         try:
             item = self._queue.get(timeout=TICK)
         except queue.Empty:
-            tails = {n: log.tail() for n, log in self._logs.items()} if state.stage == "failing" else {}
-            return self._advance(state, Tick(at=time.monotonic(), tails=tails))
+            return self._tick(state)
         if isinstance(item, Exception):
             raise item
         events = self._translate(*item) if isinstance(item, tuple) else [item]
         for event in events:
             state = self._advance(state, event)
         if state.stage in ("failing", "starting", "proving"):  # a talkative rank must not starve the clock
-            tails = {n: log.tail() for n, log in self._logs.items()} if state.stage == "failing" else {}
-            state = self._advance(state, Tick(at=time.monotonic(), tails=tails))
+            state = self._tick(state)
         return state
+
+    def _tick(self, state: State) -> State:
+        tails = {n: log.tail() for n, log in self._logs.items()} if state.stage == "failing" else {}
+        return self._advance(state, Tick(at=time.monotonic(), tails=tails))
 
     def _drain(self) -> None:
         """Write what ranks said last: their output may arrive behind the word that they are down."""
@@ -307,24 +309,15 @@ class Supervisor:
             self._queue.put(StartFailed(at=at, node_rank=nodes[0].node_rank, message=error.message))
 
     def _start_params(self, command: RankCommand) -> dict[str, Any]:
-        reports = f"{SITE}/reports-{command.node_rank}.ndjson"
-        handoff = RankHandoff(
+        return start_request(
+            command,
+            command.node_rank,
             run=self.options.run,
             attempt=self.options.attempt,
             node_rank=command.node_rank,
             mode=self.plan.communicator,
             backend=self.plan.backend,
-            reports=reports,
-            host=command.host,
         )
-        return {
-            "node": command.node_rank,
-            "argv": list(command.argv),
-            "env": command.env,
-            "site_env": {**command.site_env, HANDOFF_ENV: handoff.encode()},
-            "drop_env": list(command.drop_env),
-            "reports": reports,
-        }
 
     def _check_health(self) -> None:
         self._queue.put(Health(at=time.monotonic(), healthy=self._api.healthy()))
