@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from functools import wraps
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -51,6 +52,7 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
         )
         self.unique_name = unique_name
         self.links: Communicator | None = None
+        cure_compiled_loading()
         if not ours or self.world_size == 1:
             return
         handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
@@ -201,3 +203,47 @@ def cure_eager_pipeline() -> None:
 
     cured.cpupp = True  # type: ignore[attr-defined]  # marks the method as patched
     GPUModelRunner.sync_and_gather_intermediate_tensors = cured
+
+
+def cure_compiled_loading() -> None:
+    """Let a compiled model be loaded from the cache of an earlier start instead of compiled again.
+
+    vLLM ends the loading of a stored function by its `finalize_loading`. On CPU the stored function is torch's own,
+    which is complete once it is read and has no such method: so the load fails with `'function' object has no attribute
+    'finalize_loading'`, and every start compiles anew (seen with 0.32.0). vLLM's own class has the method and is left
+    alone, and so is every check of the cache's key and of the sources.
+
+    What is loaded now was compiled with `-march=native` and for a number of threads, and vLLM's key knows neither:
+    hosts may share a home, and a changed plan may give a rank other cores. So both become part of the key.
+    """
+    try:
+        from vllm.compilation import caching  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return
+    load = getattr(torch.compiler, "load_compiled_function", None)
+    factors = getattr(caching, "aot_compile_hash_factors", None)
+    if load is None or factors is None or hasattr(load, "cpupp"):
+        return
+
+    @wraps(load)
+    def cured_load(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        function = getattr(getattr(loaded, "_artifacts", None), "compiled_fn", None)
+        if type(function).__module__.startswith("torch.") and not hasattr(function, "finalize_loading"):
+            function.finalize_loading = lambda config: None  # type: ignore[union-attr]  # what vLLM will call
+        return loaded
+
+    @wraps(factors)
+    def cured_factors(*args: Any, **kwargs: Any) -> list[str]:
+        return [*factors(*args, **kwargs), compiled_for()]
+
+    cured_load.cpupp = True  # type: ignore[attr-defined]  # marks the function as patched
+    torch.compiler.load_compiled_function = cured_load
+    caching.aot_compile_hash_factors = cured_factors
+
+
+def compiled_for() -> str:
+    """What code compiled here depends on, beyond the model and the versions: instructions and threads."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    lines = {line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(("flags", "Features"))}
+    return f"{sorted(lines)} {torch.get_num_threads()}"

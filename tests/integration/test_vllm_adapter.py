@@ -260,6 +260,44 @@ def test_the_eager_fault_is_cured(gang: Gang) -> None:
     assert gang.run(cured, ranks=1) == [[[[1.0, 1.0]] * 3, 8]]
 
 
+def store_and_load(rank: int, folder: str) -> list[Any]:
+    """Compile, store and load as vLLM does. Has what was loaded the method that vLLM calls: stock, and cured?"""
+    import torch._functorch.config as functorch
+    from vllm.compilation import caching
+
+    from cpupp.rank.vllm_adapter import cure_compiled_loading
+
+    path = Path(folder) / "model"
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    def load() -> Any:
+        with path.open("rb") as file:
+            return torch.compiler.load_compiled_function(file, f_globals=model.__globals__)
+
+    with functorch.patch(bundled_autograd_cache=True), patch("torch._dynamo.config.enable_aot_compile", True):
+        made = torch.compile(model, fullgraph=True).aot_compile(((torch.ones(3),), {}))
+        made.save_compiled_function(str(path))
+        found = [hasattr(load()._artifacts.compiled_fn, "finalize_loading")]
+        with patch.object(caching, "aot_compile_hash_factors", lambda config: ["model"]):
+            cure_compiled_loading()
+            cure_compiled_loading()
+            loaded = load()
+            loaded._artifacts.compiled_fn.finalize_loading(None)
+            found.append(loaded(torch.ones(3)).tolist())
+            keys = []
+            for threads in (torch.get_num_threads() + 1, torch.get_num_threads()):
+                torch.set_num_threads(threads)
+                keys.append(caching.aot_compile_hash_factors(None))
+    return [*found, keys[0][0], len(keys[0]), keys[0] != keys[1]]
+
+
+def test_a_stored_compile_result_can_be_loaded(gang: Gang, tmp_path: Path) -> None:
+    """vLLM 0.32.0 compiles on every start: `'function' object has no attribute 'finalize_loading'`."""
+    assert gang.run(store_and_load, str(tmp_path), ranks=1) == [[False, [3.0] * 3, "model", 2, True]]
+
+
 def local_readers(rank: int, folder: str) -> tuple[int, int]:
     """How many readers on its own node the response queue of this rank has: stock, and cured."""
     os.environ["VLLM_RPC_BASE_PATH"] = folder  # vLLM leaves its sockets there
