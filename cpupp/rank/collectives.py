@@ -8,56 +8,12 @@ after every step of its ring, stock SHM not at all, but sums in another order on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.distributed as dist
 
 from cpupp.rank.board import SLOT_BYTES, Board, sum_in_order
-from cpupp.rank.ring import PeerLostError
+from cpupp.rank.wire import DIRECT_BYTES, Wire
 
-TAG = 0x6371  # apart from the links' tag
-DIRECT_BYTES = 32 * 1024
 PIECE_BYTES = 256 * 1024
-
-Work = tuple[int, dist.Work]
-"""A peer's position, and what is under way to or from it."""
-
-
-class Wire:
-    """Tensors of known shape between positions of a gloo group. `names`: how messages call the positions."""
-
-    def __init__(self, group: dist.ProcessGroup, position: int, names: list[str]) -> None:
-        self._group, self._position, self._names = group, position, names
-
-    def exchange(self, out: list[tuple[int, torch.Tensor]], into: list[tuple[int, torch.Tensor]]) -> None:
-        """Send and receive all the (position, contiguous tensor) pairs at once. Raises PeerLostError."""
-        self.finish(self.start(out, into))
-
-    def start(self, out: list[tuple[int, torch.Tensor]], into: list[tuple[int, torch.Tensor]]) -> list[Work]:
-        """Begin an exchange; neither kind of tensor may be touched before `finish`. Raises PeerLostError."""
-        works = [(p, self._start(self._group.recv, p, tensor)) for p, tensor in into]
-        return works + [(p, self._start(self._group.send, p, tensor)) for p, tensor in out]
-
-    def finish(self, works: list[Work]) -> None:
-        """Wait for what `start` returned. Raises PeerLostError."""
-        for peer, work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._lost(peer, error) from error
-
-    def _start(
-        self, operation: Callable[[list[torch.Tensor], int, int], dist.Work], peer: int, tensor: torch.Tensor
-    ) -> dist.Work:
-        try:
-            return operation([tensor], peer, TAG)
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-
-    def _lost(self, peer: int, error: RuntimeError) -> PeerLostError:
-        link = f"{self._names[peer]} -> {self._names[self._position]}"
-        return PeerLostError(link, f"{self._names[peer]} left in the middle of a collective: {error}")
 
 
 class Collectives:
@@ -110,7 +66,13 @@ class Collectives:
         """Sum in place over the ranks of equal index, one on each host."""
         peers = [s[self._index] for s in self._subsets]
         others = [p for p in peers if p != self._position]
-        if len(peers) == 2 or flat.nbytes <= DIRECT_BYTES:
+        if flat.nbytes <= DIRECT_BYTES:
+            if flat.nbytes:
+                parts = dict(zip(others, self._wire.swap(others, flat), strict=True))
+                sum_in_order([parts.get(p, flat) for p in peers], flat)
+                self._wire.expect(others)
+            return
+        if len(peers) == 2:
             self._swap_and_sum(flat, peers)
             return
         # As many bytes as a ring, in two steps whatever the number of hosts: sum the slice I own, then share it.

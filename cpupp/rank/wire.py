@@ -1,0 +1,130 @@
+"""Tensors of known shape between the positions of a gloo group: what collectives over hosts are made of."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from cpupp.rank.ring import PeerLostError
+
+TAG = 0x6371  # apart from the links' tag
+SMALL_TAG = 0x6372
+DIRECT_BYTES = 32 * 1024
+MAX_VIEWS = 64
+
+Work = tuple[int, dist.Work]
+"""A peer's position, and what is under way to or from it."""
+
+
+class Wire:
+    """Tensors of known shape between positions of a gloo group. `names`: how messages call the positions."""
+
+    def __init__(self, group: dist.ProcessGroup, position: int, names: list[str]) -> None:
+        self._group, self._position, self._names = group, position, names
+        self._boxes: dict[int, _Mailbox] = {}
+
+    def swap(self, peers: list[int], tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Give `tensor` (contiguous, up to DIRECT_BYTES) to all peers and return theirs, of equal shape and dtype.
+
+        What comes back stays until the next swap with that peer. The receive for that one is posted by `expect`, as
+        gloo moves a message at once that is already waited for. Raises PeerLostError.
+        """
+        boxes = [self._box(p) for p in peers]
+        for peer, box in zip(peers, boxes, strict=True):
+            self._finish(peer, box.sending)  # of the swap before: long gone
+            self._post(peer, box)
+            box.sending = self._start(self._group.send, peer, box.fill(tensor), SMALL_TAG)
+        return [self._receive(peer, box, tensor) for peer, box in zip(peers, boxes, strict=True)]
+
+    def expect(self, peers: list[int]) -> None:
+        """Post the receives of the next `swap` with these peers; what the last one returned is overwritten."""
+        with suppress(PeerLostError):  # only a next swap would mind that a peer has left
+            for peer in peers:
+                self._post(peer, self._box(peer))
+
+    def _box(self, peer: int) -> _Mailbox:
+        box = self._boxes.get(peer)
+        if box is None:
+            box = self._boxes[peer] = _Mailbox()
+        return box
+
+    def _post(self, peer: int, box: _Mailbox) -> None:
+        if box.posted is None:
+            box.posted = self._start(self._group.recv, peer, box.inbox, SMALL_TAG)
+
+    def _receive(self, peer: int, box: _Mailbox, tensor: torch.Tensor) -> torch.Tensor:
+        posted, box.posted = box.posted, None
+        self._finish(peer, posted)
+        return box.received(tensor)
+
+    def _finish(self, peer: int, work: dist.Work | None) -> None:
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(peer, error) from error
+
+    def exchange(self, out: list[tuple[int, torch.Tensor]], into: list[tuple[int, torch.Tensor]]) -> None:
+        """Send and receive all the (position, contiguous tensor) pairs at once. Raises PeerLostError."""
+        self.finish(self.start(out, into))
+
+    def start(self, out: list[tuple[int, torch.Tensor]], into: list[tuple[int, torch.Tensor]]) -> list[Work]:
+        """Begin an exchange; neither kind of tensor may be touched before `finish`. Raises PeerLostError."""
+        works = [(p, self._start(self._group.recv, p, tensor)) for p, tensor in into]
+        return works + [(p, self._start(self._group.send, p, tensor)) for p, tensor in out]
+
+    def finish(self, works: list[Work]) -> None:
+        """Wait for what `start` returned. Raises PeerLostError."""
+        for peer, work in works:
+            self._finish(peer, work)
+
+    def _start(
+        self,
+        operation: Callable[[list[torch.Tensor], int, int], dist.Work],
+        peer: int,
+        tensor: torch.Tensor,
+        tag: int = TAG,
+    ) -> dist.Work:
+        try:
+            return operation([tensor], peer, tag)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _lost(self, peer: int, error: RuntimeError) -> PeerLostError:
+        link = f"{self._names[peer]} -> {self._names[self._position]}"
+        return PeerLostError(link, f"{self._names[peer]} left in the middle of a collective: {error}")
+
+
+class _Mailbox:
+    """Memory for small tensors to and from one peer, and what is under way there."""
+
+    def __init__(self) -> None:
+        self.inbox = torch.zeros(DIRECT_BYTES, dtype=torch.uint8)
+        self._outbox = torch.zeros(DIRECT_BYTES, dtype=torch.uint8)
+        self.posted: dist.Work | None = None
+        self.sending: dist.Work | None = None
+        self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fill(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy `tensor` into the outbox and return the bytes to send."""
+        out, _ = self._view(tensor)
+        ctypes.memmove(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        return out
+
+    def received(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is in the inbox, as long as `tensor` and of its dtype, one-dimensional."""
+        return self._view(tensor)[1]
+
+    def _view(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key = tensor.nbytes, tensor.dtype
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            views = self._outbox[: key[0]], self.inbox[: key[0]].view(tensor.dtype)
+            self._views[key] = views
+        return views
