@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 
@@ -61,10 +62,10 @@ def _parity_errors(facts: Mapping[str, HostFacts]) -> list[CpuppError]:
 
 
 def port_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[CpuppError]:
-    """Ports of the head that the plan wants and somebody holds (vllm #39015)."""
+    """What keeps the head from listening: an address that it lacks, ports that somebody holds (vllm #39015)."""
     head = spec.hosts[0].name
     fact = facts.get(head)
-    errors = []
+    errors = _serve_host_errors(spec, head, fact)
     for port in fact.ports if fact else ():
         key = "serve.port" if port.port == spec.serve.port else "network.master_port"
         if not port.free:
@@ -78,6 +79,21 @@ def port_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[Cpupp
                 )
             )
     return errors
+
+
+def _serve_host_errors(spec: ClusterSpec, head: str, fact: HostFacts | None) -> list[CpuppError]:
+    try:
+        wanted = ipaddress.ip_address(spec.serve.host.partition("%")[0])
+    except ValueError:  # a name: only the head itself could say what it resolves to
+        return []
+    if fact is None or wanted.is_unspecified or wanted.is_loopback:
+        return []
+    own = [a for interface in fact.interfaces if interface.up for a in interface.addresses]
+    if any(ipaddress.ip_address(a.partition("%")[0]) == wanted for a in own):
+        return []
+    message = f"host {head}: serve.host {spec.serve.host} is no address of this host, so the API cannot listen there"
+    hint = f"its addresses are {', '.join(own)}; 0.0.0.0 listens on all of them"
+    return [CpuppError("PLAN-SERVE-HOST", message, hint=hint)]
 
 
 def tensor_errors(spec: ClusterSpec, model: ModelFacts | None) -> list[CpuppError]:

@@ -128,6 +128,14 @@ def test_a_taken_port_names_its_holder() -> None:  # vllm #39015
     assert caught.value.hint == "stop that process, or choose another serve.port"
 
 
+def test_an_address_to_serve_on_that_the_head_does_not_have() -> None:
+    spec = cluster("a", "b", pipeline=2, serve={"host": "10.0.0.2"})
+    with pytest.raises(CpuppError, match=r"host a: serve\.host 10\.0\.0\.2 is no address of this host"):
+        make_plan(spec, machines("a", "b"))
+    for good in ("10.0.0.1", "0.0.0.0", "::", "127.0.0.1", "serving.example.org"):
+        make_plan(cluster("a", "b", pipeline=2, serve={"host": good}), machines("a", "b"))
+
+
 def test_auto_takes_a_free_port_of_the_head() -> None:
     assert make_plan(PAIR, machines("a", "b")).master_port == 21000
     spec = cluster("a", "b", pipeline=2, serve={"port": 21000})
