@@ -26,7 +26,7 @@ from cpupp.plan.command import RankCommand
 from cpupp.plan.failures import Failure, exit_text, order_failures
 from cpupp.plan.handoff import ErrorReport, GroupReport, HandoffError
 from cpupp.plan.lifecycle import SETTLE, mismatch
-from cpupp.plan.plan import Plan
+from cpupp.plan.plan import HostPlan, Plan
 
 GRACE_S = 1.0
 _CAUSES = ("HOST-LOST", "RANK-SIGNAL", "RANK-START")
@@ -195,7 +195,7 @@ class BenchRun:
     def _start(self, host: str) -> None:
         session, options = self.sessions[host], self.options
         ranks = [command for command in self.commands if command.host == host]
-        files = site_files(next(h for h in self.plan.hosts if h.name == host))
+        files = site_files(self._host(host))
         try:
             session.request("prepare", timeout=60, run=options.run, attempt=1, host=host, files=files)
             for command in ranks:
@@ -207,6 +207,9 @@ class BenchRun:
         except Exception as error:  # a fault of ours: without this, `run` would wait until its time is over
             self._queue.put((host, {"event": "fault", "error": error}))
 
+    def _host(self, name: str) -> HostPlan:
+        return next(host for host in self.plan.hosts if host.name == name)
+
     def _start_params(self, command: RankCommand) -> dict[str, Any]:
         rank = self.plan.ranks[command.node_rank]
         order = start_request(
@@ -217,6 +220,7 @@ class BenchRun:
             node_rank=rank.node_rank,
             mode="links",
             backend=self.plan.backend,
+            no_shm=bool(self._host(command.host).no_shm),
         )
         return {**order, "cores": list(rank.cores)}
 

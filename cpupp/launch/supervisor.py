@@ -317,6 +317,7 @@ class Supervisor:
             node_rank=command.node_rank,
             mode=self.plan.communicator,
             backend=self.plan.backend,
+            no_shm=bool(self._hosts[command.host].no_shm),
         )
 
     def _check_health(self) -> None:

@@ -1,17 +1,18 @@
 """The transport of every link and the backend of every group, each with its reason.
 
 Equal host names or equal SHM group names prove nothing (vllm #33628, #46716, ROCm/mori #74). Shared memory is proved:
-same boot id, same device of /dev/shm, and a nonce that one wrote there and the other read.
+same boot id, same device of /dev/shm, and a nonce that one wrote there and the other read. And there must be room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, GroupSeats
+from cpupp.plan.shm_room import ShmRoom, hosts_without_room, shm_rooms
 
 SHM_ARCH = "x86_64"
 """The shared-memory links of rank/ring.py and rank/board.py need the total store order of x86-64 (rank/identity.py)."""
@@ -100,7 +101,35 @@ def memory_domains(
 
 
 def plan_groups(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]) -> tuple[GroupPlan, ...]:
-    """Plan every group of the grid: each link by what the facts prove, the group's backend from its links."""
+    """Plan every group of the grid: each link by what the facts prove, the group's backend from its links.
+
+    A group that shares memory where there is no room for it is gloo as a whole: the ranks decide so too
+    (rank/outcome.py).
+    """
+    groups = _proved_groups(spec, grid, facts)
+    no_room = hosts_without_room(spec, _rooms(grid, facts, groups))
+    hosts = {seat.rank: seat.host for seat in grid.seats}
+    return tuple(_within_room(group, hosts, no_room) for group in groups)
+
+
+def plan_rooms(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]) -> tuple[ShmRoom, ...]:
+    """Every /dev/shm and what the links that the facts prove take there, whether there is room for them or not."""
+    return _rooms(grid, facts, _proved_groups(spec, grid, facts))
+
+
+def _rooms(grid: Grid, facts: Mapping[str, HostFacts], groups: Iterable[GroupPlan]) -> tuple[ShmRoom, ...]:
+    shared = {g.name: [(link.src, link.dst) for link in g.links if link.transport == "shm"] for g in groups}
+    return shm_rooms(grid, facts, shared)
+
+
+def _within_room(group: GroupPlan, hosts: Mapping[int, str], no_room: Mapping[str, str]) -> GroupPlan:
+    for link in group.links:
+        if link.transport == "shm" and hosts[link.src] in no_room:
+            return _group(group.name, group.kind, group.ranks, _all_gloo(group.links, no_room[hosts[link.src]]))
+    return group
+
+
+def _proved_groups(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]) -> tuple[GroupPlan, ...]:
     hosts = {seat.rank: seat.host for seat in grid.seats}
     return tuple(_plan_group(spec, group, hosts, facts) for group in grid.groups)
 
@@ -125,14 +154,21 @@ def _plan_group(
                 links.append(LinkPlan(src=src, dst=dst, transport=transport, reason=verdict.reason))
     if spec.engine.communicator != "links" and any(link.transport == "gloo" for link in links):
         why = f"communicator {spec.engine.communicator}: one gloo link makes the whole group gloo"
-        links = [
-            LinkPlan(src=k.src, dst=k.dst, transport="gloo", reason=why if k.transport == "shm" else k.reason)
-            for k in links
-        ]
+        links = _all_gloo(links, why)
+    return _group(group.name, group.kind, group.ranks, links)
+
+
+def _group(name: str, kind: str, ranks: tuple[int, ...], links: list[LinkPlan]) -> GroupPlan:
     backend, reason = _backend(links)
-    return GroupPlan(
-        name=group.name, kind=group.kind, ranks=group.ranks, backend=backend, reason=reason, links=tuple(links)
-    )
+    return GroupPlan(name=name, kind=kind, ranks=ranks, backend=backend, reason=reason, links=tuple(links))
+
+
+def _all_gloo(links: Iterable[LinkPlan], why: str) -> list[LinkPlan]:
+    """The same links without shared memory. why: the reason of those that had it."""
+    return [
+        LinkPlan(src=k.src, dst=k.dst, transport="gloo", reason=why if k.transport == "shm" else k.reason)
+        for k in links
+    ]
 
 
 def _link_verdict(

@@ -10,6 +10,7 @@ from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, Seat
 from cpupp.plan.memory import KV_ENV
 from cpupp.plan.network import Endpoint, everything_is_here, is_container_bridge, is_loopback
+from cpupp.plan.shm_room import MIB, ShmRoom, hosts_without_room
 from cpupp.plan.threads import CorePlan
 from cpupp.plan.versions import known_faults, version_warning
 
@@ -22,12 +23,14 @@ def plan_warnings(
     facts: Mapping[str, HostFacts],
     cores: CorePlan,
     groups: tuple[GroupPlan, ...],
+    rooms: tuple[ShmRoom, ...],
     endpoints: Mapping[str, Endpoint],
 ) -> list[str]:
     """Everything that works but costs or surprises, in the order of the plan's page."""
     found = list(cores.warnings)
     machines = memory_domains(spec, tuple(h.name for h in spec.hosts), facts)
     found += [f"{' and '.join(m)} are one machine: its cores and memory are divided" for m in machines if len(m) > 1]
+    found += _room_warnings(spec, rooms)
     found += _preload_warnings(facts)
     for version in dict.fromkeys(f.engine.vllm for f in facts.values()):
         if note := version_warning(version):
@@ -42,6 +45,18 @@ def plan_warnings(
         if name in facts and len(spec.hosts) > 1:
             found += _endpoint_warnings(spec, name, endpoint)
     found += _kv_warnings(spec)
+    return found
+
+
+def _room_warnings(spec: ClusterSpec, rooms: tuple[ShmRoom, ...]) -> list[str]:
+    no_room = hosts_without_room(spec, rooms)
+    found = []
+    for room in rooms:
+        if room.hosts[0] in no_room:
+            found.append(f"{room.shortage}: its groups are gloo, which is slower; {room.remedy}")
+        elif room.is_tight:
+            need = f"links and vLLM's queues may need {room.need // MIB} MiB"
+            found.append(f"{room.has}, {need}: ranks die of SIGBUS when it is full; {room.remedy}")
     return found
 
 

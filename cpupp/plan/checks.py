@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from cpupp.errors import CpuppError, CpuppErrors
+from cpupp.plan.backend import plan_rooms
 from cpupp.plan.command import DROPPED_ENV
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import CHECKS, Case, Finding, check, error, ok, warning
@@ -13,19 +14,11 @@ from cpupp.plan.memory import GIB
 from cpupp.plan.model import model_facts
 from cpupp.plan.network import address_errors, data_plane, is_container_bridge, is_loopback
 from cpupp.plan.plan import make_plan
+from cpupp.plan.shm_room import MIB, ShmRoom, shm_rooms
 from cpupp.plan.versions import known_faults, too_old, version_warning
 
 __all__ = ["CHECKS"]
 
-MIB = 1 << 20
-SHM_PER_TENSOR_RANK = 4 * MIB
-"""A rank's board in a TP group that shares memory (rank/board.py)."""
-SHM_PER_STAGE_LINK = 8 * MIB
-"""The ring from a rank to the next stage, when they share memory (rank/communicator.py)."""
-SHM_PER_OTHER_LINK = 1 * MIB
-"""The ring between any other two ranks of a PP group that share memory."""
-SHM_BASE = 64 * MIB
-"""Broadcast queues of API server, engine and workers, and what torch puts there."""
 MIN_OPEN_FILES = 4096
 OWN_CHECK = ("ENGINE-", "MODEL-", "PARITY", "NET-")
 """Codes of a plan's errors that another check reports in more words."""
@@ -159,40 +152,29 @@ def memory(case: Case) -> Iterator[Finding]:
 @check("SHM", "/dev/shm exists, is writable and large enough for the planned groups")
 def shm(case: Case) -> Iterator[Finding]:
     """vllm #1710, gpustack #5014: a container's 64 MiB; the SHM manager dies of SIGBUS."""
+    rooms = {name: room for room in _rooms(case) for name in room.hosts}
     for name, fact in case.facts.items():
         found = fact.shm
-        need = shm_need(case, name)
         evidence = f"/dev/shm: {found.size // MIB} MiB, {found.free // MIB} MiB free, device {found.device:#x}"
         if not found.writable:
             cause = "without it every link of this host is gloo, and vLLM's own queues cannot start"
             fix = "mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
             yield error(name, "/dev/shm is not writable", evidence=evidence, cause=cause, fix=fix)
-        elif found.free < need:
-            cause = f"the ranks of this host need {need // MIB} MiB there; beyond its size they die of SIGBUS"
-            size = f"{max(1, -(-need * 2 // GIB))}g"
-            fix = f"mount -o remount,size={size} /dev/shm (in docker: --shm-size={size}); look for leftovers first"
-            yield error(name, "/dev/shm is too small", evidence=evidence, cause=cause, fix=fix)
+            continue
+        need = f"{rooms[name].need // MIB} MiB"
+        if rooms[name].is_tight:
+            cause = f"the ranks of this host need {need} there; beyond its size they die of SIGBUS"
+            yield error(name, "/dev/shm is too small", evidence=evidence, cause=cause, fix=rooms[name].remedy)
         else:
-            yield ok(name, f"/dev/shm has {found.free // MIB} MiB free, {need // MIB} MiB needed", evidence)
+            free = f"{found.free // MIB} MiB free" if found.size else "no limit"
+            yield ok(name, f"/dev/shm has {free}, {need} needed", evidence)
 
 
-def shm_need(case: Case, host: str) -> int:
-    """Bytes that ranks put into the host's /dev/shm, those of entries that share it included: groups and queues."""
+def _rooms(case: Case) -> tuple[ShmRoom, ...]:
+    """Every writable /dev/shm; without a file, or when its ranks cannot be seated, nothing but queues is in it."""
     if case.spec is None or slots_equation(case.spec) is not None:
-        return SHM_BASE
-    device = (case.facts[host].boot_id, case.facts[host].shm.device)
-    sharing = {name for name, fact in case.facts.items() if (fact.boot_id, fact.shm.device) == device}
-    need = SHM_BASE * len(sharing)
-    grid = make_grid(case.spec)
-    hosts = {seat.rank: seat.host for seat in grid.seats}
-    for group in grid.groups:
-        here = [index for index, rank in enumerate(group.ranks) if hosts[rank] in sharing]
-        if group.kind == "tp" and len(here) > 1:
-            need += SHM_PER_TENSOR_RANK * len(here)
-        elif group.kind == "pp":
-            steps = [(b - a) % len(group.ranks) for a in here for b in here if a != b]
-            need += sum(SHM_PER_STAGE_LINK if step == 1 else SHM_PER_OTHER_LINK for step in steps)
-    return need
+        return shm_rooms(None, case.facts, {})
+    return plan_rooms(case.spec, make_grid(case.spec), case.facts)
 
 
 @check("PRELOAD", "tcmalloc and Intel's OpenMP are there to be preloaded")

@@ -29,7 +29,8 @@ class RankHandoff:
 
     run: run id, unique for each launch; attempt: 1, 2, ... of that run; node_rank: vLLM's `--node-rank`;
     mode: `links`, `fallback` or `stock` (issue: which communicator to inject); backend: `auto`, `shm` (demanded) or
-    `gloo` (forced); reports: absolute path of the NDJSON file to append to; host: the host's name in the cluster file.
+    `gloo` (forced); reports: absolute path of the NDJSON file to append to; host: the host's name in the cluster file;
+    no_shm: the plan found too little room in this host's /dev/shm, so its groups that share memory are gloo.
     """
 
     run: str
@@ -39,6 +40,7 @@ class RankHandoff:
     backend: str
     reports: str
     host: str
+    no_shm: bool
 
     def encode(self) -> str:
         """Return one line of JSON (ASCII, sorted keys), the value of `CPUPP_HANDOFF`."""
@@ -124,7 +126,7 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def _typed(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
-    kinds = {"str": str, "int": int, "list[int]": list, "list[list[Any]]": list}
+    kinds = {"str": str, "int": int, "bool": bool, "list[int]": list, "list[list[Any]]": list}
     wanted: dict[str, str] = {name: cls.__annotations__[name] for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]  # cls is a dataclass
     missing = sorted(set(wanted) - set(data))
     unknown = sorted(set(data) - set(wanted))
@@ -132,6 +134,6 @@ def _typed(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
         raise HandoffError(f"{what}: missing {missing}, unknown {unknown}")
     for name, kind in wanted.items():
         value = data[name]
-        if not isinstance(value, kinds[kind]) or isinstance(value, bool):
+        if not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise HandoffError(f"{what}: {name} = {value!r} is not {kind}")
     return data

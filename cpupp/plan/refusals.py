@@ -12,6 +12,7 @@ from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid
 from cpupp.plan.model import ModelFacts
+from cpupp.plan.shm_room import ShmRoom
 from cpupp.plan.versions import too_old
 
 
@@ -116,7 +117,11 @@ def _heads_fit(model: ModelFacts, tensor: int) -> bool:
 
 
 def backend_errors(
-    spec: ClusterSpec, grid: Grid, groups: tuple[GroupPlan, ...], facts: Mapping[str, HostFacts]
+    spec: ClusterSpec,
+    grid: Grid,
+    groups: tuple[GroupPlan, ...],
+    rooms: tuple[ShmRoom, ...],
+    facts: Mapping[str, HostFacts],
 ) -> list[CpuppError]:
     """`backend: shm` is a demand: refuse it where the facts show that a link cannot share memory."""
     if spec.network.backend != "shm":
@@ -126,7 +131,7 @@ def backend_errors(
         bad = next((link for link in group.links if link.transport != "shm"), None)
         if bad is not None and all(grid.seats[rank].host in facts for rank in (bad.src, bad.dst)):
             message = f"network.backend is shm, but group {group.name} cannot: {bad.reason}"
-            errors.append(
-                CpuppError("PLAN-BACKEND", message, hint="use `backend: auto`, or put these ranks on one host")
-            )
+            remedies = [room.remedy for room in rooms if room.shortage == bad.reason]
+            cure = remedies[0] if remedies else "put these ranks on one host"
+            errors.append(CpuppError("PLAN-BACKEND", message, hint=f"use `backend: auto`, or {cure}"))
     return errors

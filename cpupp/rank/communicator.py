@@ -74,7 +74,7 @@ class Communicator:
             exchange,
             self.position,
             prefix=prefix,
-            obstacle=Obstacle.FORCED if handoff.backend == "gloo" else Obstacle.NONE,
+            obstacle=_known_obstacle(handoff),
             demanded=handoff.backend == "shm",
             threads=torch.get_num_threads(),
             shm_dir=shm_dir,
@@ -293,6 +293,13 @@ class Communicator:
         self._links.clear()
         self._segments.clear()
         self.board = None
+
+
+def _known_obstacle(handoff: RankHandoff) -> Obstacle:
+    """Why this rank may not use shared memory, as far as the launcher knew it beforehand."""
+    if handoff.backend == "gloo":
+        return Obstacle.FORCED
+    return Obstacle.NO_ROOM if handoff.no_shm else Obstacle.NONE
 
 
 def _short(run: str) -> str:

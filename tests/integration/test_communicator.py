@@ -54,8 +54,12 @@ def places(tmp_path: Path, layout: str) -> list[str]:
     return [str(tmp_path / name) for name in layout]
 
 
-def make(rank: int, folders: list[str], name: str = "pp:0", backend: str = "auto", **options: Any) -> Communicator:
-    handoff = RankHandoff(run="r 1", attempt=2, node_rank=0, mode="links", backend=backend, reports="", host="a")
+def make(
+    rank: int, folders: list[str], name: str = "pp:0", backend: str = "auto", no_shm: bool = False, **options: Any
+) -> Communicator:
+    handoff = RankHandoff(
+        run="r 1", attempt=2, node_rank=0, mode="links", backend=backend, reports="", host="a", no_shm=no_shm
+    )
     return Communicator(name, dist.group.WORLD, handoff, shm_dir=Path(folders[rank]), timeout=60.0, **options)
 
 
@@ -118,6 +122,29 @@ def test_one_transport_for_the_whole_group(gang: Gang, tmp_path: Path) -> None:
     reports = gang.run(whole, places(tmp_path, "aabb"))
     assert {r.backend for r in reports} == {"gloo"}
     assert {t for r in reports for _, _, t in r.links} == {"gloo"}
+
+
+def last_may_not(rank: int, folders: list[str], name: str) -> GroupReport:
+    """As `report`, and the plan found no room on the host of rank 3."""
+    return report(rank, folders, name, no_shm=rank == 3)
+
+
+@pytest.mark.parametrize("name", ["pp:0", "tp:0"])
+@pytest.mark.parametrize("layout", ["aaaa", "aabb"])
+def test_a_rank_that_the_plan_gives_no_room_takes_all_to_gloo(
+    gang: Gang, tmp_path: Path, name: str, layout: str
+) -> None:
+    reports = gang.run(last_may_not, places(tmp_path, layout), name)
+    reason = "rank 3 cannot use shared memory: there is no room in its /dev/shm"
+    assert {(r.backend, r.reason) for r in reports} == {("gloo", reason)}
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_rank_without_room_that_shares_with_nobody_hinders_nobody(gang: Gang, tmp_path: Path) -> None:
+    reports = gang.run(last_may_not, places(tmp_path, "aaab"), "pp:0")
+    assert {(r.backend, r.reason) for r in reports} == {
+        ("mixed", "ranks [0, 1, 2] share memory, the other links cross hosts")
+    }
 
 
 def test_a_rank_without_room_takes_all_to_gloo_together() -> None:
@@ -400,7 +427,9 @@ def hop_of_two_stages(rank: int, folders: list[str]) -> tuple[bool, list[int], i
     """Ranks 0 and 1 are the first stage, 2 and 3 the second."""
     groups = {name: dist.new_group(ranks) for name, ranks in GRID.items()}
     mine = {kind: next(g for n, g in groups.items() if n.startswith(kind) and rank in GRID[n]) for kind in ("tp", "pp")}
-    handoff = RankHandoff(run="r", attempt=1, node_rank=0, mode="links", backend="auto", reports="", host="a")
+    handoff = RankHandoff(
+        run="r", attempt=1, node_rank=0, mode="links", backend="auto", reports="", host="a", no_shm=False
+    )
     options: dict[str, Any] = {"shm_dir": Path(folders[rank]), "timeout": 60.0}
     tensor = Communicator("tp:0", mine["tp"], handoff, **options)
     links = Communicator("pp:0", mine["pp"], handoff, tensor_group=tensor, **options)

@@ -36,7 +36,14 @@ METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
 
 def handoff(folder: Path, mode: str, backend: str = "auto") -> RankHandoff:
     return RankHandoff(
-        run="t", attempt=1, node_rank=0, mode=mode, backend=backend, reports=str(folder / "reports"), host="a"
+        run="t",
+        attempt=1,
+        node_rank=0,
+        mode=mode,
+        backend=backend,
+        reports=str(folder / "reports"),
+        host="a",
+        no_shm=False,
     )
 
 

@@ -136,6 +136,126 @@ def test_shm_can_be_demanded_and_is_refused_where_it_cannot_be() -> None:
         make_plan(spec, machines("a", "b"))
 
 
+MIB = 1 << 20
+TWO_SLOTS = {"name": "a", "slots": 2}
+
+
+def shm(free: int, size: int = 64) -> ShmFacts:
+    """A /dev/shm of these MiB."""
+    return ShmFacts(device=0x21, size=size * MIB, free=free * MIB, writable=True)
+
+
+@pytest.mark.parametrize(("free", "backend"), [(32, "shm"), (31, "gloo")])
+def test_links_need_room_in_dev_shm_beside_the_queues_of_vllm(free: int, backend: str) -> None:
+    """Two rings of 8 MiB, and 16 MiB that stay free."""
+    spec = cluster(TWO_SLOTS, pipeline=2)
+    plan = make_plan(spec, {"a": host("a", shm=shm(free))})
+    assert plan.groups[0].backend == backend
+    assert bool(plan.hosts[0].no_shm) == (backend == "gloo")
+
+
+def test_no_room_takes_the_group_to_gloo_and_the_plan_says_so() -> None:
+    plan = make_plan(cluster(TWO_SLOTS, pipeline=2), {"a": host("a", shm=shm(8))})
+    reason = "/dev/shm of a has 8 MiB free, its links need 16 MiB, vLLM's queues 16 MiB"
+    assert plan.groups[0].reason == plan.hosts[0].no_shm == reason
+    assert [text for text in plan.warnings if "/dev/shm" in text] == [
+        f"{reason}: its groups are gloo, which is slower; mount -o remount,size=1g /dev/shm "
+        "(in docker: --shm-size=1g); look for leftovers first"
+    ]
+
+
+def test_room_for_links_but_perhaps_not_for_the_queues_is_a_warning() -> None:
+    plan = make_plan(cluster(TWO_SLOTS, pipeline=2), {"a": host("a", shm=shm(60))})
+    assert plan.groups[0].backend == "shm"
+    assert [text for text in plan.warnings if "/dev/shm" in text] == [
+        "/dev/shm of a has 60 MiB free, links and vLLM's queues may need 80 MiB: ranks die of SIGBUS when it is full; "
+        "mount -o remount,size=1g /dev/shm (in docker: --shm-size=1g); look for leftovers first"
+    ]
+
+
+def test_the_rings_and_boards_of_all_groups_count() -> None:
+    """Two TP groups of two boards each, two PP groups of two rings each: 4 x 4 + 4 x 8 MiB."""
+    spec = cluster({"name": "a", "slots": 4}, pipeline=2, tensor=2)
+    plan = make_plan(spec, {"a": host("a", shm=shm(63))})
+    assert {group.backend for group in plan.groups} == {"gloo"}
+    assert "its links need 48 MiB" in plan.hosts[0].no_shm
+    assert {g.backend for g in make_plan(spec, {"a": host("a", shm=shm(64))}).groups} == {"shm"}
+
+
+def test_rings_to_others_than_the_next_stage_are_small() -> None:
+    """Of three stages, each of the three ranks has 8 MiB to the next and 1 MiB to the one before: 27 MiB."""
+    spec = cluster({"name": "a", "slots": 3}, pipeline=3)
+    assert "its links need 27 MiB" in make_plan(spec, {"a": host("a", shm=shm(8))}).hosts[0].no_shm
+
+
+def test_entries_that_are_one_machine_share_the_room() -> None:
+    spec = cluster({"name": "a", "slots": 2}, {"name": "b", "slots": 2}, pipeline=2, tensor=2)
+    for free, backend in ((63, "gloo"), (64, "shm")):
+        plan = make_plan(spec, one_machine("a", "b", shm=shm(free)))
+        assert {group.backend for group in plan.groups} == {backend}
+    plan = make_plan(spec, one_machine("a", "b", shm=shm(63)))
+    reason = "/dev/shm of a and b has 63 MiB free, its links need 48 MiB, vLLM's queues 16 MiB"
+    assert [entry.no_shm for entry in plan.hosts] == [reason] * 2
+    assert sum(reason in text for text in plan.warnings) == 1
+    apart = machines("a", "b")
+    apart = {name: replace(fact, shm=replace(fact.shm, free=63 * MIB)) for name, fact in apart.items()}
+    assert [group.backend for group in make_plan(spec, apart).groups] == ["shm", "shm", "gloo", "gloo"]
+
+
+def test_no_room_on_one_host_spares_groups_that_share_nothing_there() -> None:
+    spec = cluster({"name": "a", "slots": 2}, {"name": "b", "slots": 2}, pipeline=2, tensor=2)
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], shm=replace(facts["b"].shm, free=MIB))
+    plan = make_plan(spec, facts)
+    assert {group.name: group.backend for group in plan.groups} == {
+        "tp0": "shm",
+        "tp1": "gloo",
+        "pp0": "gloo",
+        "pp1": "gloo",
+    }
+    assert [bool(entry.no_shm) for entry in plan.hosts] == [False, True]
+
+
+def test_no_room_on_one_host_takes_a_group_over_both_to_gloo() -> None:
+    spec = cluster({"name": "a", "slots": 2}, {"name": "b", "slots": 2}, pipeline=4)
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], shm=replace(facts["b"].shm, free=MIB))
+    group = groups(spec, facts)["pp0"]
+    assert group.backend == "gloo"
+    assert {link.reason for link in group.links} == {
+        "a and b are two machines (boot ids differ)",
+        "/dev/shm of b has 1 MiB free, its links need 9 MiB, vLLM's queues 16 MiB",
+    }
+
+
+def test_a_rank_that_shares_with_nobody_needs_no_room() -> None:
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], shm=replace(facts["b"].shm, free=MIB))
+    spec = cluster(TWO_SLOTS, "b", pipeline=3)
+    assert groups(spec, facts)["pp0"].backend == "mixed"
+    assert make_plan(spec, facts).hosts[1].no_shm == ""
+
+
+def test_shm_is_refused_where_there_is_no_room() -> None:
+    spec = cluster(TWO_SLOTS, pipeline=2, network={"backend": "shm"})
+    with pytest.raises(CpuppError, match="group pp0 cannot: /dev/shm of a has 8 MiB free") as caught:
+        make_plan(spec, {"a": host("a", shm=shm(8))})
+    assert caught.value.hint.startswith("use `backend: auto`, or mount -o remount,size=1g /dev/shm")
+
+
+def test_a_dev_shm_without_a_limit_has_room() -> None:
+    plan = make_plan(cluster(TWO_SLOTS, pipeline=2), {"a": host("a", shm=shm(0, size=0))})
+    assert plan.groups[0].backend == "shm"
+    assert not [text for text in plan.warnings if "/dev/shm" in text]
+
+
+def test_stock_vllm_decides_by_itself_so_the_plan_only_warns() -> None:
+    spec = cluster(TWO_SLOTS, tensor=2, engine={"communicator": "stock"})
+    plan = make_plan(spec, {"a": host("a", shm=shm(8))})
+    assert (plan.groups[0].backend, plan.hosts[0].no_shm) == ("shm", "")
+    assert any("/dev/shm of a has 8 MiB free" in text for text in plan.warnings)
+
+
 def test_without_facts_the_way_in_decides_and_the_reason_says_assumed() -> None:
     here = cluster({"name": "a", "local": True}, {"name": "b", "local": True}, pipeline=2)
     assert groups(here, {})["pp0"].reason == "a and b are both this machine (assumed one machine)"

@@ -125,6 +125,21 @@ def test_the_need_of_dev_shm_is_summed_over_entries_that_share_it() -> None:
     assert titles == ["/dev/shm has 150 MiB free, 144 MiB needed"] * 2
 
 
+def test_the_remedy_for_dev_shm_counts_what_is_in_it() -> None:
+    full = ShmFacts(device=1, size=8 << 30, free=10 * MIB, writable=True)
+    (found,) = [f for f in diagnose(PAIR, machines("a", "b")).findings if f.code == "SHM" and f.host == "a"]
+    assert found.title == "/dev/shm has 32768 MiB free, 64 MiB needed"
+    found = next(f for f in diagnose(PAIR, machines("a", "b", shm=full)).findings if f.code == "SHM")
+    assert found.title == "/dev/shm is too small"
+    assert found.fix.startswith("mount -o remount,size=9g /dev/shm")
+
+
+def test_a_dev_shm_without_a_limit_is_large_enough() -> None:  # statfs of tmpfs with size=0 tells zeros
+    facts = machines("a", "b", shm=ShmFacts(device=1, size=0, free=0, writable=True))
+    titles = [f.title for f in diagnose(PAIR, facts).findings if f.code == "SHM"]
+    assert titles == ["/dev/shm has no limit, 64 MiB needed"] * 2
+
+
 def test_this_machine_alone_has_no_cluster_checks() -> None:
     report = diagnose(None, {"here": host("here", model=model_folder(error="x"))})
     assert not {"MODEL", "PORT", "NET-ADDRESS", "PLAN", "ENGINE-FAULTS"} & {f.code for f in report.findings}

@@ -29,6 +29,7 @@ HANDOFFS = st.builds(
     backend=TEXT,
     reports=TEXT,
     host=TEXT,
+    no_shm=st.booleans(),
 )
 REPORTS = st.one_of(
     st.builds(PluginReport, pid=st.integers(1), vllm=TEXT, mode=TEXT),
@@ -61,7 +62,9 @@ def test_report_round_trip(report: Report) -> None:
     assert decode_report(line) == report
 
 
-GOOD = RankHandoff(run="r", attempt=1, node_rank=0, mode="links", backend="auto", reports="/r", host="a").encode()
+GOOD = RankHandoff(
+    run="r", attempt=1, node_rank=0, mode="links", backend="auto", reports="/r", host="a", no_shm=False
+).encode()
 
 
 @pytest.mark.parametrize(
@@ -70,12 +73,21 @@ GOOD = RankHandoff(run="r", attempt=1, node_rank=0, mode="links", backend="auto"
         ({"version": 2}, "handoff version 2 is not 1"),
         ({"attempt": "1"}, "attempt = '1' is not int"),
         ({"attempt": True}, "attempt = True is not int"),
+        ({"no_shm": 1}, "no_shm = 1 is not bool"),
+        ({"no_shm": "true"}, "no_shm = 'true' is not bool"),
         ({"extra": 1}, r"unknown \['extra'\]"),
     ],
 )
 def test_a_strange_handoff_is_refused(change: dict[str, object], text: str) -> None:
     with pytest.raises(HandoffError, match=text):
         RankHandoff.decode(json.dumps({**json.loads(GOOD), **change}))
+
+
+def test_a_handoff_without_a_field_is_refused() -> None:
+    data = json.loads(GOOD)
+    del data["no_shm"]
+    with pytest.raises(HandoffError, match=r"missing \['no_shm'\]"):
+        RankHandoff.decode(json.dumps(data))
 
 
 @pytest.mark.parametrize("line", ["", "no", "[]", "{}", '{"report": "x"}', '{"report": []}', '{"report": "plugin"}'])

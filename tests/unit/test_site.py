@@ -1,0 +1,64 @@
+"""What a rank is told at its start, by launch and by bench comm."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cpupp.launch.bench_comm import BenchOptions, BenchRun
+from cpupp.launch.supervisor import LaunchOptions, Supervisor
+from cpupp.plan.bench_comm import bench_commands
+from cpupp.plan.command import make_commands
+from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
+from cpupp.plan.plan import Plan, make_plan
+from cpupp.render_launch import LaunchView
+from tests.unit.factory import cluster, machines
+
+MIB = 1 << 20
+
+
+class Silent:
+    """A session that nobody asks."""
+
+    on_event: Callable[[str, dict[str, Any]], None]
+
+    def request(self, op: str, *, timeout: float = 0.0, **params: Any) -> Any:
+        """Not asked."""
+        raise AssertionError(op)
+
+
+def no_room_on_b() -> Plan:
+    """Two slots on each of two machines; the /dev/shm of b is full."""
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], shm=replace(facts["b"].shm, free=MIB))
+    return make_plan(cluster(*({"name": n, "slots": 2} for n in "ab"), pipeline=2, tensor=2), facts)
+
+
+def told(request: Mapping[str, Any]) -> tuple[str, bool]:
+    """Host and `no_shm` of the handoff in a start request."""
+    handoff = RankHandoff.decode(request["site_env"][HANDOFF_ENV])
+    return handoff.host, handoff.no_shm
+
+
+def test_launch_tells_ranks_that_there_is_no_room(tmp_path: Path) -> None:
+    plan = no_room_on_b()
+    commands = make_commands(plan)
+    view = LaunchView(plan, io.StringIO())
+    sessions = {host.name: Silent() for host in plan.hosts}
+    supervisor = Supervisor(plan, commands, sessions, LaunchOptions(run="r", folder=tmp_path), view)
+    assert [told(supervisor._start_params(command)) for command in commands] == [("a", False), ("b", True)]
+    supervisor.record.close()
+    view.close()
+
+
+def test_bench_comm_tells_ranks_that_there_is_no_room(tmp_path: Path) -> None:
+    plan = no_room_on_b()
+    commands = bench_commands(plan, make_commands(plan), quick=True)
+    sessions = {host.name: Silent() for host in plan.hosts}
+    run = BenchRun(plan, commands, sessions, BenchOptions(run="r", folder=tmp_path), print)
+    found = [told(run._start_params(command)) for command in commands]
+    assert found == [("a", False), ("a", False), ("b", True), ("b", True)]
+    run.record.close()
