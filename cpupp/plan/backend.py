@@ -137,8 +137,6 @@ def _proved_groups(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]
 def _plan_group(
     spec: ClusterSpec, group: GroupSeats, hosts: Mapping[int, str], facts: Mapping[str, HostFacts]
 ) -> GroupPlan:
-    members = tuple(dict.fromkeys(hosts[r] for r in group.ranks))
-    other_arch = next((h for h in members if h in facts and facts[h].arch != SHM_ARCH), None)
     ways = ways_in(spec)
     verdicts: dict[tuple[str, str], Verdict] = {}
     links = []
@@ -148,10 +146,15 @@ def _plan_group(
                 # One sentence for both directions: the lower rank's host is named first.
                 pair = (hosts[min(src, dst)], hosts[max(src, dst)])
                 if pair not in verdicts:
-                    verdicts[pair] = _link_verdict(spec, ways, *pair, other_arch, facts)
+                    verdicts[pair] = _link_verdict(spec, ways, *pair, facts)
                 verdict = verdicts[pair]
                 transport = "shm" if verdict.shared else "gloo"
                 links.append(LinkPlan(src=src, dst=dst, transport=transport, reason=verdict.reason))
+    shared = {hosts[link.src] for link in links if link.transport == "shm"}
+    other = next((h for h in sorted(shared) if h in facts and facts[h].arch != SHM_ARCH), None)
+    if other is not None:
+        # A rank that shares memory and cannot use it takes its group to gloo: so the ranks do (rank/outcome.py).
+        links = _all_gloo(links, f"host {other} is {facts[other].arch}, shared-memory links need {SHM_ARCH}")
     if spec.engine.communicator != "links" and any(link.transport == "gloo" for link in links):
         why = f"communicator {spec.engine.communicator}: one gloo link makes the whole group gloo"
         links = _all_gloo(links, why)
@@ -172,16 +175,11 @@ def _all_gloo(links: Iterable[LinkPlan], why: str) -> list[LinkPlan]:
 
 
 def _link_verdict(
-    spec: ClusterSpec, ways: Mapping[str, str], a: str, b: str, other_arch: str | None, facts: Mapping[str, HostFacts]
+    spec: ClusterSpec, ways: Mapping[str, str], a: str, b: str, facts: Mapping[str, HostFacts]
 ) -> Verdict:
     if spec.network.backend == "gloo":
         return Verdict(shared=False, reason="network.backend is gloo")
-    verdict = same_memory(ways, a, b, facts)
-    if verdict.shared and other_arch is not None:
-        # One rank that cannot takes its group to gloo: the ranks decide so too (rank/outcome.py).
-        arch = facts[other_arch].arch
-        return Verdict(shared=False, reason=f"host {other_arch} is {arch}, shared-memory links need {SHM_ARCH}")
-    return verdict
+    return same_memory(ways, a, b, facts)
 
 
 def _backend(links: list[LinkPlan]) -> tuple[str, str]:

@@ -115,6 +115,15 @@ def test_nine_ranks_of_one_machine_share_memory() -> None:
     assert groups(spec, machines("a"))["pp0"].backend == "shm"
 
 
+def test_another_architecture_that_shares_memory_with_nobody_hinders_nobody() -> None:
+    """As the ranks decide: the x86-64 ranks of host a share memory, the one on b has nobody to share with."""
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], arch="aarch64")
+    (group,) = groups(cluster({"name": "a", "slots": 2}, "b", pipeline=3), facts).values()
+    assert [(k.src, k.dst) for k in group.links if k.transport == "shm"] == [(0, 1), (1, 0)]
+    assert group.backend == "mixed"
+
+
 def test_another_architecture_takes_the_whole_group_to_gloo() -> None:
     spec = cluster({"name": "a", "slots": 2}, {"name": "b", "slots": 2}, pipeline=4)
     facts = machines("a", "b")
