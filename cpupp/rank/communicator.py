@@ -20,6 +20,7 @@ from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank.board import Board
 from cpupp.rank.collectives import Collectives
+from cpupp.rank.gloo_loop import calm_gloo_loops
 from cpupp.rank.identity import SHM_DIR, Exchange, Obstacle, exchange_over, prove
 from cpupp.rank.links import TIMEOUT_SECONDS, GlooLink, Link, ShmLink
 from cpupp.rank.outcome import decide, hindered
@@ -68,6 +69,7 @@ class Communicator:
         self._gloo_links: list[GlooLink] = []
         self._sent_since_recv = True
         self.board: Board | None = None
+        calm_gloo_loops()
         exchange = exchange_over(group)
         prefix = f"cpupp-{_short(handoff.run)}-{handoff.attempt}"
         self.verdict = prove(

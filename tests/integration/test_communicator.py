@@ -18,6 +18,7 @@ from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank import board, communicator
 from cpupp.rank.communicator import Communicator
 from cpupp.rank.frames import FrameError
+from cpupp.rank.gloo_loop import THREAD_NAME
 from cpupp.rank.links import INLINE_BYTES, MAX_IN_FLIGHT, TAG, GlooLink, ShmLink
 from cpupp.rank.ring import PeerLostError
 from tests.integration.gang import Gang, RankError
@@ -522,6 +523,20 @@ def test_a_dead_peer_is_noticed_over_gloo(tmp_path: Path) -> None:
     with Gang([2]) as gang:
         gang.start(wait_over_gloo, places(tmp_path, "ab"))
         assert gang.answer(0).startswith("rank 1 -> rank 0: ")
+
+
+def policies(rank: int, folders: list[str]) -> list[int]:
+    """The scheduling policies of this process's gloo event loops, once a communicator has been made."""
+    make(rank, folders).close()
+    tasks = [t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text().strip() == THREAD_NAME]
+    return [os.sched_getscheduler(int(t.name)) for t in tasks]
+
+
+def test_gloo_does_not_run_against_its_user(gang: Gang, tmp_path: Path) -> None:
+    """Where both have one core, its event loop would spin until the next tick of the clock."""
+    for found in gang.run(policies, places(tmp_path, "aaaa")):
+        assert found
+        assert set(found) == {os.SCHED_BATCH}
 
 
 def test_errors_are_errors_of_cpupp() -> None:
