@@ -126,6 +126,7 @@ class FrameCodec:
     sequence: int = 0
     _written: dict[Any, tuple[bytes, bytes, bool]] = field(default_factory=dict)
     _read: dict[bytes, Header] = field(default_factory=dict)
+    _last: tuple[bytes, bytes, Header] | None = None
 
     def encode(self, items: Mapping[str, Any], inline_limit: int) -> tuple[bytes, list[torch.Tensor], bool]:
         """Return the header, the tensors (contiguous, on the CPU) and whether the payload travels detached.
@@ -188,11 +189,28 @@ class FrameCodec:
         if header is None:
             header = self._parse(before, after)
             self._remember(self._read, before + after, header)
+        self._count(data)
+        self._last = before, after, header
+        return header
+
+    def again(self, data: memoryview) -> Header | None:
+        """Return the last header if `data` starts with its like; None, and nothing has been read, if it does not.
+
+        Raises FrameError when it is out of order.
+        """
+        if self._last is None:
+            return None
+        before, after, header = self._last
+        if data[:_SEQUENCE_AT] != before or data[PREFIX_BYTES : header.length] != after:
+            return None
+        self._count(data)
+        return header
+
+    def _count(self, data: bytes | memoryview) -> None:
         (sequence,) = SEQUENCE.unpack_from(data, _SEQUENCE_AT)
         if sequence != self.sequence + 1:
             raise FrameError(self.link, f"frame {sequence} arrived, frame {self.sequence + 1} was due")
         self.sequence = sequence
-        return header
 
     def lengths(self, prefix: bytes | memoryview) -> tuple[int, int]:
         """Return the bytes of header and payload of the frame that starts with `prefix`; raises like `decode`."""

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, SEQUENCE, FrameCodec, FrameError
+from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, SEQUENCE, FrameCodec, FrameError, Header
 from cpupp.rank.ring import PeerLostError, Ring, span
 
 TAG = 0x6370  # apart from tag 0, which vLLM's own send and recv use on the same group
 INLINE_BYTES = 128 * 1024
 MAX_IN_FLIGHT = 8
+KEPT_IN_FLIGHT = 2
 REUSED_BYTES = 256 * 1024
 MAX_REUSED = 4
 TIMEOUT_SECONDS = 1800.0  # as torch.distributed's default for gloo
@@ -153,6 +154,8 @@ class GlooLink:
         self._memory = ReusedMemory()
         self._inbox: _Message | None = None
         self._posted: dist.Work | None = None
+        self._last: Header | None = None
+        self._prepared: _Prepared | None = None
 
     def send(self, items: Mapping[str, Any], meanwhile: Callable[[], bool] | None = None) -> None:
         """Start to send; waits only when MAX_IN_FLIGHT dicts are under way. Raises FrameError, PeerLostError."""
@@ -168,24 +171,32 @@ class GlooLink:
         alive = [_settled(t) for t in tensors if t.nbytes] if detached else []
         try:
             # Straight to the group: the wrappers of torch.distributed cost as much as the message itself.
-            works = [self._group.send([message.tensor[: size + SEQUENCE.size]], self._peer, TAG)]
+            works = [self._group.send([message.first(size + SEQUENCE.size)], self._peer, TAG)]
             works += [self._group.send([t], self._peer, TAG) for t in alive]
         except RuntimeError as error:
             raise PeerLostError(self._encoder.link, str(error)) from error
         self._in_flight.append((message, works, alive))
+        if len(self._in_flight) > KEPT_IN_FLIGHT and not detached:
+            self._reap()  # gone long ago, and now is when nobody waits for us
 
     def recv(self) -> dict[str, Any]:
         """Wait for the next dict. Raises FrameError, PeerLostError."""
         inbox, posted = self._posting()
-        self._posted = None
+        prepared = self._prepare()
+        self._posted = self._prepared = None
         self._wait(posted, self._decoder.link)
+        if prepared is not None:
+            again = self._decoder.again(inbox.bytes)
+            if again is not None:
+                self._check_trailer(inbox, again.length + again.payload)
+                return prepared.filled(inbox.address + again.length)
         length, payload = self._decoder.lengths(inbox.bytes[:PREFIX_BYTES])
         header = self._decoder.decode(inbox.bytes[:length])
         size = length if header.detached else length + payload
         if size + SEQUENCE.size > self._inline:
             raise FrameError(self._decoder.link, f"a payload of {payload} bytes does not fit into its message")
-        if SEQUENCE.unpack_from(inbox.bytes, size)[0] != self._decoder.sequence:
-            raise FrameError(self._decoder.link, f"truncated frame: fewer than {size} bytes arrived")
+        self._check_trailer(inbox, size)
+        self._last = None if header.detached else header
         result, tensors = header.allocate(self._memory)
         if header.detached:
             works = [self._irecv(t) for t in tensors if t.nbytes]
@@ -203,6 +214,17 @@ class GlooLink:
         if self._inbox is not None:
             with suppress(PeerLostError):  # a peer that has left after its last dict: only a next recv would mind
                 self._posting()
+                self._prepare()
+
+    def _prepare(self) -> _Prepared | None:
+        """Have tensors ready for a dict like the last one: while we wait for it, that costs nobody time."""
+        if self._prepared is None and self._last is not None:
+            self._prepared = _Prepared(self._last)
+        return self._prepared
+
+    def _check_trailer(self, inbox: _Message, at: int) -> None:
+        if SEQUENCE.unpack_from(inbox.bytes, at)[0] != self._decoder.sequence:
+            raise FrameError(self._decoder.link, f"truncated frame: fewer than {at} bytes arrived")
 
     def flush(self) -> None:
         """Wait until everything that was sent has left this rank. Raises PeerLostError."""
@@ -246,12 +268,36 @@ class GlooLink:
 class _Message:
     """Memory of one message: as a tensor for gloo, as bytes for the header. Zeros: old memory could hold a trailer."""
 
-    __slots__ = ("address", "bytes", "tensor")
+    __slots__ = ("_first", "address", "bytes", "tensor")
 
     def __init__(self, size: int) -> None:
         self.tensor = torch.zeros(size, dtype=torch.uint8)
         self.bytes = memoryview(self.tensor.numpy())
         self.address = self.tensor.data_ptr()
+        self._first = self.tensor
+
+    def first(self, size: int) -> torch.Tensor:
+        """The first `size` bytes as a tensor; mostly as many as the last time."""
+        if self._first.nbytes != size:
+            self._first = self.tensor[:size]
+        return self._first
+
+
+class _Prepared:
+    """A dict like the one that this header described, with memory that is still to be filled. For one use."""
+
+    __slots__ = ("_places", "_result")
+
+    def __init__(self, header: Header) -> None:
+        self._result, tensors = header.allocate()
+        self._places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+    def filled(self, address: int) -> dict[str, Any]:
+        """The dict with the payload that lies in memory at `address`."""
+        for place, size in self._places:
+            ctypes.memmove(place, address, size)
+            address += size
+        return self._result
 
 
 def _memory(size: int) -> tuple[memoryview, int]:
