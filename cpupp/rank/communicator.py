@@ -20,18 +20,20 @@ from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank.board import Board
 from cpupp.rank.collectives import Collectives
+from cpupp.rank.gloo_link import GlooLink
 from cpupp.rank.gloo_loop import calm_gloo_loops
 from cpupp.rank.identity import SHM_DIR, Exchange, Obstacle, exchange_over, prove
-from cpupp.rank.links import TIMEOUT_SECONDS, GlooLink, Link, ShmLink
 from cpupp.rank.outcome import decide, hindered
-from cpupp.rank.ring import Ring
+from cpupp.rank.ring import TIMEOUT_SECONDS, Ring
 from cpupp.rank.segments import Segment
+from cpupp.rank.shm_link import ShmLink
 from cpupp.rank.slices import Slicer, agree
 from cpupp.rank.wire import Wire
 
 logger = logging.getLogger("vllm.cpupp")  # below vLLM's own logger, which prints it
 NEIGHBOUR_RING_BYTES = 8 << 20
 OTHER_RING_BYTES = 1 << 20
+Link = ShmLink | GlooLink
 
 
 class Communicator:

@@ -18,9 +18,10 @@ from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank import board, communicator
 from cpupp.rank.communicator import Communicator
 from cpupp.rank.frames import FrameError
+from cpupp.rank.gloo_link import INLINE_BYTES, MAX_IN_FLIGHT, TAG, GlooLink
 from cpupp.rank.gloo_loop import THREAD_NAME
-from cpupp.rank.links import INLINE_BYTES, MAX_IN_FLIGHT, TAG, GlooLink, ShmLink
 from cpupp.rank.ring import PeerLostError
+from cpupp.rank.shm_link import ShmLink
 from tests.integration.gang import Gang, RankError
 
 DTYPES = [
