@@ -13,7 +13,10 @@ import torch
 from cpupp.rank.board import SLOT_BYTES, Board, sum_in_order
 from cpupp.rank.wire import DIRECT_BYTES, Wire
 
-PIECE_BYTES = 256 * 1024
+SWAP_BYTES = 256 * 1024
+PIECE_BYTES = 1024 * 1024
+GLOO_DTYPES = (torch.bfloat16, torch.float32)
+"""Of two ranks gloo sums these as we do, and from SWAP_BYTES on nothing that we tried was faster."""
 
 
 class Collectives:
@@ -72,32 +75,41 @@ class Collectives:
                 sum_in_order([parts.get(p, flat) for p in peers], flat)
                 self._wire.expect(others)
             return
-        if len(peers) == 2:
-            self._swap_and_sum(flat, peers)
+        if len(peers) == 2 and flat.nbytes <= SWAP_BYTES:
+            (theirs,) = self._scratch_like(flat, 1)
+            self._wire.exchange([(others[0], flat)], [(others[0], theirs)])
+            sum_in_order([flat if p == self._position else theirs for p in peers], flat)
             return
-        # As many bytes as a ring, in two steps whatever the number of hosts: sum the slice I own, then share it.
-        slices = dict(zip(peers, flat.tensor_split(len(peers)), strict=True))
-        mine = slices[self._position]
-        parts = dict(zip(others, self._scratch_like(mine, len(others)), strict=True))
-        self._wire.exchange([(p, slices[p]) for p in others], list(parts.items()))
-        parts[self._position] = mine
-        sum_in_order([parts[p] for p in peers], mine)
-        self._wire.exchange([(p, mine) for p in others], [(p, slices[p]) for p in others])
+        if self._size == 2 and flat.dtype in GLOO_DTYPES:
+            self._wire.all_reduce(flat)
+            return
+        self._sum_slices(flat, peers)
 
-    def _swap_and_sum(self, flat: torch.Tensor, peers: list[int]) -> None:
-        """Everybody sends all of it to everybody, in pieces: one piece is summed while the next is under way."""
+    def _sum_slices(self, flat: torch.Tensor, peers: list[int]) -> None:
+        """As many bytes as a ring, in two steps whatever the number of hosts: sum the slice I own, then share it.
+
+        In pieces: while one is under way, the one before is summed and shared. All receives are posted first, as gloo
+        moves a message at once that is already waited for. A shared piece may be written where the summand still is
+        that its owner has read: it comes only after that has arrived there.
+        """
         others = [p for p in peers if p != self._position]
-        pieces = flat.split(PIECE_BYTES // flat.itemsize)
-        copies = [c.split(PIECE_BYTES // flat.itemsize) for c in self._scratch_like(flat, len(others))]
-        under_way = [
-            self._wire.start([(p, piece) for p in others], list(zip(others, theirs, strict=True)))
-            for piece, *theirs in zip(pieces, *copies, strict=True)
-        ]
-        for works, (piece, *theirs) in zip(under_way, zip(pieces, *copies, strict=True), strict=True):
+        slices = dict(zip(peers, flat.tensor_split(len(peers)), strict=True))
+        pieces = {p: self._pieces(s) for p, s in slices.items()}
+        mine = pieces.pop(self._position)
+        copies = [self._pieces(c) for c in self._scratch_like(slices[self._position], len(others))]
+        into = [self._wire.start([], list(zip(others, theirs, strict=True))) for theirs in zip(*copies, strict=True)]
+        shared = [self._wire.start([], [(p, piece) for piece in pieces[p]]) for p in others]
+        out = [self._wire.start([(p, piece) for piece in pieces[p]], []) for p in others]
+        for works, piece, *theirs in zip(into, mine, *copies, strict=True):
             self._wire.finish(works)
-            parts = dict(zip(others, theirs, strict=True))
-            parts[self._position] = piece
+            parts = {**dict(zip(others, theirs, strict=True)), self._position: piece}
             sum_in_order([parts[p] for p in peers], piece)
+            out.append(self._wire.start([(p, piece) for p in others], []))
+        for works in (*shared, *out):
+            self._wire.finish(works)
+
+    def _pieces(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(flat.split(PIECE_BYTES // flat.itemsize))
 
     def _scratch_like(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Memory for `count` tensors like `flat`, the same in each call: fresh memory costs a page fault per 4 KiB."""

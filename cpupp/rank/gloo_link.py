@@ -26,7 +26,7 @@ COPY_BYTES = 32 * 1024
 """A payload up to this size is copied out of the message; a larger one stays there, and the tensors are views of it."""
 ALIGNMENT = 64
 MAX_IN_FLIGHT = 8
-KEPT_IN_FLIGHT = 2
+KEPT_IN_FLIGHT = 1
 
 
 class GlooLink:

@@ -46,7 +46,8 @@ def main() -> None:
 def measure(layout: str, *, quick: bool) -> list[dict[str, Any]]:
     """The rows of `bench comm --json`."""
     slots, parallel = LAYOUTS[layout]
-    cores = [HostOptions(cores=[i]) for i in range(2)]
+    # Ranks that share memory get a core each: on one core what is measured would be the scheduler.
+    cores = [HostOptions(cores=[0, 1] if layout == "mixed" else [0]), HostOptions(cores=[1])]
     with tempfile.TemporaryDirectory(prefix="cpupp-bench-", dir="/var/tmp") as name, hosts(*cores) as bed:
         model = random_llama() if "tensor" in parallel else smollm2()
         cluster = write_cluster(Path(name) / "c.yaml", model, ssh_hosts(bed, slots), parallel=parallel)
