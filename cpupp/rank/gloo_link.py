@@ -92,11 +92,12 @@ class GlooLink:
         self._posted = self._ready = None
         self._wait(posted, self._decoder.link)
         header = None if ready is None else self._decoder.again(inbox.bytes)
-        if header is None or ready is None:
+        if header is None:
             header = self._header(inbox)
-            if header.detached:
-                self._check_trailer(inbox, header.length)
-                return self._detached(header)
+        if header.detached:
+            self._check_trailer(inbox, header.length)
+            return self._detached(header)
+        if ready is None or ready.header is not header:
             ready = _Ready(header, inbox)
         self._check_trailer(inbox, aligned(header.length) + header.payload)
         self._last = header
@@ -214,6 +215,7 @@ class _Ready:
     """
 
     def __init__(self, header: Header, inbox: _Message) -> None:
+        self.header = header
         self._inbox = inbox
         self._at = aligned(header.length)
         self._copies: list[tuple[int, int, int]] = []

@@ -19,7 +19,7 @@ from cpupp.rank.segments import Segment
 
 CONTROL_BYTES = 4096
 _HEAD, _TAIL = 0, 8  # 64-bit words; a cache line (and more) apart
-SPIN_ROUNDS = 400
+SPIN_ROUNDS = 800
 SLICE_SECONDS = 0.1
 TIMEOUT_SECONDS = 1800.0  # as torch.distributed's default for gloo
 STEP_BYTES = 512 * 1024  # of a large frame: the reader copies one step while the writer copies the next

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, FrameCodec
+from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, FrameCodec, Header
 from cpupp.rank.reused import ReusedMemory
 from cpupp.rank.ring import TIMEOUT_SECONDS, Ring, span
 
@@ -39,6 +39,8 @@ class ShmLink:
         self._memory = ReusedMemory()
         self._frames = self._read()
         self._partial = False
+        self._last: Header | None = None
+        self._ready: _Ready | None = None
 
     def send(self, items: Mapping[str, Any], meanwhile: Callable[[], bool] | None = None) -> None:
         """Put the dict into the ring. Waits only while the ring is full. Raises FrameError, PeerLostError."""
@@ -53,6 +55,8 @@ class ShmLink:
         deadline = time.monotonic() + self._timeout
         while not self._arrived:
             if not self.drain():
+                if self._ready is None and self._last is not None:
+                    self._ready = _Ready(self._last)  # now, while there is nothing else to do
                 self._in.wait_for_data(deadline)
         return self._arrived.popleft()
 
@@ -73,20 +77,23 @@ class ShmLink:
 
     def _whole(self) -> dict[str, Any] | None:
         """The next dict if all of it has arrived and lies in one piece: the way of small dicts."""
-        prefix = self._in.peek(PREFIX_BYTES)
-        if prefix is None:
-            return None
-        length, payload = self._decoder.lengths(prefix)
-        frame = self._in.peek(length + payload)
-        if frame is None:
-            return None
-        result, tensors = self._decoder.decode(frame).allocate()
-        address = self._in.peeked_address() + length
-        for tensor in tensors:
-            size = tensor.nbytes
-            ctypes.memmove(tensor.data_ptr(), address, size)
-            address += size
-        self._in.skip(length + payload)
+        ready, self._ready = self._ready, None
+        frame = None if ready is None else self._in.peek(ready.size)
+        header = None if frame is None else self._decoder.again(frame)
+        if header is None:
+            prefix = self._in.peek(PREFIX_BYTES)
+            if prefix is None:
+                return None
+            length, payload = self._decoder.lengths(prefix)
+            frame = self._in.peek(length + payload)
+            if frame is None:
+                return None
+            header = self._decoder.decode(frame)
+        if ready is None or ready.header is not header:
+            ready = _Ready(header)
+        self._last = header
+        result = ready.filled(self._in.peeked_address())
+        self._in.skip(ready.size)
         return result
 
     def _read(self) -> Iterator[dict[str, Any] | None]:
@@ -96,6 +103,7 @@ class ShmLink:
             yield from self._take(address, PREFIX_BYTES)
             length, _ = self._decoder.lengths(self._header_in[:PREFIX_BYTES])
             yield from self._take(address + PREFIX_BYTES, length - PREFIX_BYTES)
+            self._last = None
             result, tensors = self._decoder.decode(self._header_in[:length]).allocate(self._memory)
             for tensor in tensors:
                 yield from self._take(*span(tensor))
@@ -113,6 +121,24 @@ class ShmLink:
         """Unmap both rings."""
         self._out.segment.close()
         self._in.segment.close()
+
+
+class _Ready:
+    """A dict like the one of this header, with memory that is still to be filled. size: bytes of its frame."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.size = header.length + header.payload
+        self._result, tensors = header.allocate()
+        self._places = [span(tensor) for tensor in tensors]
+
+    def filled(self, address: int) -> dict[str, Any]:
+        """The dict with the payload of the frame that lies in memory at `address`."""
+        address += self.header.length
+        for place, size in self._places:
+            ctypes.memmove(place, address, size)
+            address += size
+        return self._result
 
 
 def _memory(size: int) -> tuple[memoryview, int]:
