@@ -6,12 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cpupp.errors import CpuppError
 from cpupp.plan.handoff import GroupReport, RankHandoff
@@ -420,6 +423,58 @@ def test_all_reduce_sums_and_is_equal_on_all_ranks(gang: Gang, tmp_path: Path, l
     first, *others = gang.run(reduced, places(tmp_path, layout), len(layout), ranks=len(layout))
     for other in others:
         assert [name for (name, a), (_, b) in zip(first, other, strict=True) if a != b] == []
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Gang]:
+    with Gang([8]) as ranks:
+        yield ranks
+
+
+def everything(rank: int, folders: list[str], shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    """All collectives, and a dict to every other rank, against what plain torch computes from all parts."""
+    bad: list[str] = []
+    size = len(folders)
+    parts = [pattern(r, shape, dtype) for r in range(size)]
+    tensors = make(rank, folders, "tp:0")
+    summed = parts[rank].clone()
+    tensors.all_reduce(summed)
+    exact = sum(part.double() for part in parts)
+    assert isinstance(exact, torch.Tensor)
+    wanted = exact.to(dtype) if dtype.is_floating_point else exact.long().to(dtype)  # integers wrap
+    if not torch.allclose(summed.double(), wanted.double(), rtol=2**-7 if dtype.is_floating_point else 0):
+        bad.append("all_reduce")
+    for dim in range(len(shape)):
+        if not torch.equal(tensors.all_gather(parts[rank], dim), torch.cat(parts, dim)):
+            bad.append(f"all_gather {dim}")
+        found = tensors.gather(parts[rank], size - 1, dim)
+        if found is not None and not torch.equal(found, torch.cat(parts, dim)):
+            bad.append(f"gather {dim}")
+    tensors.close()
+    stages = make(rank, folders, "pp:0")
+    for step in range(2):  # the second finds everything ready for a dict like the first
+        for other in range(size):
+            if other != rank:
+                stages.send_tensor_dict({"x": parts[rank], "step": step}, other)
+        for other in range(size):
+            if other != rank and not same(stages.recv_tensor_dict(other), {"x": parts[other], "step": step}):
+                bad.append(f"dict of rank {other}")
+    dist.barrier()
+    stages.close()
+    return bad
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layout=st.text("abcd", min_size=2, max_size=8),
+    shape=st.lists(st.sampled_from([0, 1, 3, 64, 1100]), min_size=0, max_size=3).filter(lambda s: prod(s) < 2_000_000),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8]),
+)
+def test_any_group_on_any_hosts(
+    eight: Gang, tmp_path_factory: pytest.TempPathFactory, layout: str, shape: list[int], dtype: torch.dtype
+) -> None:
+    folders = places(tmp_path_factory.mktemp("hosts"), layout)
+    assert eight.run(everything, folders, tuple(shape), dtype, ranks=len(layout)) == [[]] * len(layout)
 
 
 # Pipeline and tensor parallel together
