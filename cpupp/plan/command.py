@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cpupp.plan.memory import GIB, KV_ENV
 from cpupp.plan.plan import HostPlan, NodePlan, Plan
+from cpupp.plan.versions import binds_by_global_rank
 
 SITE = "{site}"
 PLUGINS_ENV = "VLLM_PLUGINS"
@@ -163,7 +164,8 @@ def _env(plan: Plan, node: NodePlan, host: HostPlan) -> dict[str, str]:
     if host.preload:
         env["LD_PRELOAD"] = ":".join(host.preload)
     if all(rank.cores for rank in ranks):
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank.cores)) for rank in ranks)
+        listed = plan.ranks if binds_by_global_rank(host.vllm) else ranks
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank.cores)) for rank in listed)
     env.update(host.env)
     if PLUGINS_ENV in env:  # an allow-list: without our name in it vLLM would leave us out, and say nothing
         names = [name for name in env[PLUGINS_ENV].split(",") if name]

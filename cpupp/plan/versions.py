@@ -110,6 +110,16 @@ def version_warning(version: str) -> str | None:
     return f"vLLM {version} is newer than {_text(NEWEST_TESTED)}, the newest that cpupp was tested with"
 
 
+def binds_by_global_rank(version: str) -> bool:
+    """Whether a worker looks for its cores in VLLM_CPU_OMP_THREADS_BIND at its global rank, not at its local one.
+
+    0.18 and 0.19 do (v1/worker/cpu_worker.py: `omp_cpuids_list[self.rank]`), so their list holds all ranks of all
+    nodes: with this node's alone every rank but the head's dies with IndexError.
+    """
+    parsed = parse_version(version)
+    return parsed is not None and parsed < (0, 20, 0)
+
+
 def too_old(version: str) -> str | None:
     """Say when a version cannot be used at all."""
     parsed = parse_version(version)

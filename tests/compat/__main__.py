@@ -12,7 +12,7 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,16 +66,15 @@ def main(versions: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
-def run_version(version: str, folder: Path) -> list[Outcome]:
+def run_version(version: str, folder: Path) -> Iterator[Outcome]:
     """All runs of one version, eager, on two test hosts over SSH."""
     folder.mkdir(parents=True)
     made, model = engine(version), model_for(version)
-    outcomes = []
     (folder / "one").mkdir()
     want = stock_answers(folder / "one", model, eager=True, cores=(0,), port=8124, engine=made, num_prompts=NUM_PROMPTS)
     with hosts(2) as bed:
         if version in FAULTS:
-            outcomes.append(stock_dies(version, made, model, folder, bed))
+            yield stock_dies(version, made, model, folder, bed)
         for mode in OURS:
             cluster = cluster_file(folder / mode, made, model, bed, mode)
             with launched(folder / mode, bed, cluster) as run:
@@ -84,8 +83,7 @@ def run_version(version: str, folder: Path) -> list[Outcome]:
                 run.stop()
             wrong = differences(got, want)
             found = "answers as with pipeline 1" if not wrong else f"other answers: {wrong[0]}"
-            outcomes.append(Outcome(version, f"cpupp, {mode}", found, not wrong))
-    return outcomes
+            yield Outcome(version, f"cpupp, {mode}", found, not wrong)
 
 
 def stock_dies(version: str, made: Engine, model: Path, folder: Path, bed: Bed) -> Outcome:

@@ -32,6 +32,14 @@ ATTACKS = [
 ]
 
 
+@pytest.mark.parametrize(("vllm", "head", "follower"), [("0.19.1", "1|2,3", "1|2,3"), ("0.20.0", "1", "2,3")])
+def test_old_versions_look_for_their_cores_at_the_global_rank(vllm: str, head: str, follower: str) -> None:
+    facts = machines("a", "b", engine=engine(vllm=vllm))
+    both = cluster({"name": "a", "cores": [1]}, {"name": "b", "cores": [2, 3]}, pipeline=2)
+    bound = [c.env["VLLM_CPU_OMP_THREADS_BIND"] for c in make_commands(make_plan(both, facts))]
+    assert bound == [head, follower]
+
+
 def test_the_head_and_its_follower() -> None:
     head, follower = make_commands(make_plan(cluster("a", "b", pipeline=2), machines("a", "b")))
     assert head.argv == (
