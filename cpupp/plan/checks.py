@@ -14,6 +14,7 @@ from cpupp.plan.memory import GIB
 from cpupp.plan.model import model_facts
 from cpupp.plan.network import address_errors, data_plane, is_container_bridge, is_loopback
 from cpupp.plan.plan import make_plan
+from cpupp.plan.refusals import brings_tokenizer
 from cpupp.plan.shm_room import MIB, ShmRoom, shm_rooms
 from cpupp.plan.versions import known_faults, too_old, version_warning
 
@@ -217,6 +218,10 @@ def model(case: Case) -> Iterator[Finding]:
             title = f"model {case.spec.model.path} cannot be read"
             yield error(name, title, evidence=folder.error, cause=cause, fix=fix)
             continue
+        if not folder.tokenizer and not brings_tokenizer(case.spec):
+            cause = "vLLM turns text into tokens with it, and does not start without"
+            fix = "copy tokenizer.json and tokenizer_config.json there, or set engine.args.tokenizer"
+            yield error(name, "the model has no tokenizer", evidence=folder.path, cause=cause, fix=fix)
         try:
             facts = model_facts(folder)
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as problem:

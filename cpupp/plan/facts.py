@@ -104,7 +104,8 @@ class ModelFolderFacts:
 
     path: expanded on the host; config: the parsed config.json; digest: sha256 over config.json and the headers of all
     safetensors files (empty when there are none); layer_bytes: stored bytes of each numbered layer;
-    other_bytes: stored bytes of every tensor outside the layers, by name; files_bytes: total of the weight files.
+    other_bytes: stored bytes of every tensor outside the layers, by name; files_bytes: total of the weight files;
+    tokenizer: whether a file of a tokenizer is there.
     """
 
     path: str
@@ -113,6 +114,7 @@ class ModelFolderFacts:
     layer_bytes: tuple[int, ...]
     other_bytes: dict[str, int]
     files_bytes: int
+    tokenizer: bool
     error: str
 
 

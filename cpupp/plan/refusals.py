@@ -36,7 +36,17 @@ def host_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[Cpupp
         if fact.model.error:
             message = f"host {host.name}: model {spec.model.path}: {fact.model.error}"
             errors.append(CpuppError("MODEL-MISSING", message, hint=_model_hint(spec, host)))
+        elif not fact.model.tokenizer and not brings_tokenizer(spec):
+            message = f"host {host.name}: model {fact.model.path} has no tokenizer"
+            hint = "copy tokenizer.json and tokenizer_config.json there, or name one with engine.args.tokenizer"
+            errors.append(CpuppError("MODEL-TOKENIZER", message, hint=hint))
     return errors or _parity_errors(facts)
+
+
+def brings_tokenizer(spec: ClusterSpec) -> bool:
+    """Whether the cluster file makes up for a model folder without a tokenizer."""
+    args = {name.replace("-", "_"): value for name, value in spec.engine.args.items()}
+    return bool(args.get("tokenizer") or args.get("skip_tokenizer_init"))
 
 
 def _model_hint(spec: ClusterSpec, host: HostSpec) -> str:

@@ -127,11 +127,25 @@ def _same_bits(path: str) -> bool:
     return False
 
 
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+"""A model folder with none of these files has no tokenizer (transformers and mistral-common, 2026)."""
+
+
 def model_facts(path: str) -> dict[str, Any]:
     """Summarise a model folder (see ModelFolderFacts). A hub id is looked up in this user's hub cache."""
     folder = find_model(path)
     facts: dict[str, Any] = {"path": folder, "config": {}, "digest": "", "layer_bytes": [], "other_bytes": {}}
-    facts.update(files_bytes=0, error="")
+    facts.update(files_bytes=0, tokenizer=any(os.path.isfile(os.path.join(folder, n)) for n in TOKENIZERS), error="")
     try:
         _read_model(folder, facts)
     except (OSError, ValueError) as error:

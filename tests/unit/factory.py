@@ -77,6 +77,7 @@ def model_folder(config: Mapping[str, Any] = LLAMA_TINY, *, layer: int = 6 << 20
         "layer_bytes": (layer,) * num_layers,
         "other_bytes": other,
         "files_bytes": layer * num_layers + sum(other.values()),
+        "tokenizer": True,
         "error": "",
     }
     return ModelFolderFacts(**{**fields, **changes})

@@ -41,6 +41,7 @@ def cluster(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA_TINY))
+    (model / "tokenizer.json").write_text("{}")
     names = [f"model.layers.{n}.w" for n in range(8)] + ["model.embed_tokens.weight", "lm_head.weight"]
     tensors = {n: {"dtype": "BF16", "shape": [4], "data_offsets": [8 * i, 8 * i + 8]} for i, n in enumerate(names)}
     header = json.dumps(tensors).encode()

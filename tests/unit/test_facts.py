@@ -114,6 +114,12 @@ def test_layers_are_summed_over_files(folder: Path) -> None:
     assert found.files_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+def test_a_tokenizer_is_one_of_many_files(folder: Path) -> None:
+    assert not model(folder).tokenizer
+    (folder / "tokenizer.model").touch()
+    assert model(folder).tokenizer
+
+
 def test_an_index_decides_which_files_count(folder: Path) -> None:
     index = {"weight_map": {"model.layers.0.mlp.up.weight": "a.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

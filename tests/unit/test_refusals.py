@@ -89,3 +89,11 @@ def test_a_config_that_is_no_decoders() -> None:
     broken = model_folder()
     facts = machines("a", model=replace(broken, config={"model_type": "vit"}))
     assert "config.json lacks what a decoder has" in str(refusal(cluster("a"), facts))
+
+
+def test_a_model_without_a_tokenizer_is_refused_unless_one_is_named() -> None:
+    facts = machines("a", "b", model=model_folder(tokenizer=False))
+    error = refusal(cluster("a", "b", pipeline=2), facts)
+    assert str(error).startswith("host a: model /models/tiny has no tokenizer")
+    named = cluster("a", "b", pipeline=2, engine={"python": "python3", "args": {"tokenizer": "/models/other"}})
+    assert make_plan(named, facts).args["tokenizer"] == "/models/other"
