@@ -193,12 +193,12 @@ class FrameCodec:
         self._last = before, after, header
         return header
 
-    def again(self, data: memoryview) -> Header | None:
-        """Return the last header if `data` starts with its like; None, and nothing has been read, if it does not.
+    def again(self, data: memoryview, expected: Header) -> Header | None:
+        """Return the last header if it is the `expected` one and `data` starts with its like; else read nothing.
 
         Raises FrameError when it is out of order.
         """
-        if self._last is None:
+        if self._last is None or self._last[2] is not expected:
             return None
         before, after, header = self._last
         if data[:_SEQUENCE_AT] != before or data[PREFIX_BYTES : header.length] != after:

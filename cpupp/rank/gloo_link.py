@@ -26,7 +26,6 @@ COPY_BYTES = 32 * 1024
 """A payload up to this size is copied out of the message; a larger one stays there, and the tensors are views of it."""
 ALIGNMENT = 64
 MAX_IN_FLIGHT = 8
-KEPT_IN_FLIGHT = 1
 
 
 class GlooLink:
@@ -82,8 +81,8 @@ class GlooLink:
         except RuntimeError as error:
             raise PeerLostError(self._encoder.link, str(error)) from error
         self._in_flight.append((message, works, alive))
-        if len(self._in_flight) > KEPT_IN_FLIGHT and not detached:
-            self._reap()  # gone long ago, and now is when nobody waits for us
+        if len(self._in_flight) > self._bound:
+            self._reap()  # after the send: mostly it is gone long ago, and nobody waits for us now
 
     def recv(self) -> dict[str, Any]:
         """Wait for the next dict. Raises FrameError, PeerLostError."""
@@ -91,7 +90,7 @@ class GlooLink:
         ready = self._prepare(inbox)
         self._posted = self._ready = None
         self._wait(posted, self._decoder.link)
-        header = None if ready is None else self._decoder.again(inbox.bytes)
+        header = None if ready is None else self._decoder.again(inbox.bytes, ready.header)
         if header is None:
             header = self._header(inbox)
         if header.detached:
@@ -143,8 +142,6 @@ class GlooLink:
             self._reap()
 
     def _message(self) -> _Message:
-        if len(self._in_flight) >= self._bound:
-            self._reap()
         return self._free.pop() if self._free else _Message(self._inline)
 
     def _reap(self) -> None:

@@ -25,9 +25,10 @@ def calm_gloo_loops() -> int:
     Changes nothing where the kernel does not allow it, or where the threads have another name.
     """
     found = 0
-    for task in TASKS.iterdir():
+    for task in list(TASKS.iterdir()):
         with suppress(OSError):  # a thread that has just ended
             if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() == THREAD_NAME:
-                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
                 found += 1
+                if os.sched_getscheduler(int(task.name)) == os.SCHED_OTHER:  # else somebody has chosen
+                    os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
     return found

@@ -69,6 +69,7 @@ class ShmLink:
             return False
         frame = None if self._partial else self._whole()
         if frame is None:
+            self._last = self._ready = None  # the next frame's header is another one from now on
             frame = next(self._frames)
             self._partial = frame is None
         if frame is not None:
@@ -79,7 +80,7 @@ class ShmLink:
         """The next dict if all of it has arrived and lies in one piece: the way of small dicts."""
         ready, self._ready = self._ready, None
         frame = None if ready is None else self._in.peek(ready.size)
-        header = None if frame is None else self._decoder.again(frame)
+        header = None if frame is None or ready is None else self._decoder.again(frame, ready.header)
         if header is None:
             prefix = self._in.peek(PREFIX_BYTES)
             if prefix is None:
@@ -89,8 +90,8 @@ class ShmLink:
             if frame is None:
                 return None
             header = self._decoder.decode(frame)
-        if ready is None or ready.header is not header:
             ready = _Ready(header)
+        assert ready is not None
         self._last = header
         result = ready.filled(self._in.peeked_address())
         self._in.skip(ready.size)
@@ -103,7 +104,6 @@ class ShmLink:
             yield from self._take(address, PREFIX_BYTES)
             length, _ = self._decoder.lengths(self._header_in[:PREFIX_BYTES])
             yield from self._take(address + PREFIX_BYTES, length - PREFIX_BYTES)
-            self._last = None
             result, tensors = self._decoder.decode(self._header_in[:length]).allocate(self._memory)
             for tensor in tensors:
                 yield from self._take(*span(tensor))

@@ -26,6 +26,7 @@ from cpupp.rank.communicator import Communicator
 
 # vLLM makes the TP group before the PP group, in every version.
 _tensor_group: Communicator | None = None
+COMPILER_ENV = ("ATEN_CPU_CAPABILITY", "TORCHINDUCTOR_", "TORCH_COMPILE_", "CXX", "CC", "CFLAGS", "CXXFLAGS")
 logger = init_logger("vllm.cpupp")
 
 
@@ -225,9 +226,13 @@ def cure_compiled_loading() -> None:
     if load is None or factors is None or hasattr(load, "cpupp"):
         return
 
+    keyed = False
+
     @wraps(load)
     def cured_load(*args: Any, **kwargs: Any) -> Any:
         loaded = load(*args, **kwargs)
+        if not keyed:  # this vLLM makes its key elsewhere: without ours in it nothing is loaded
+            return loaded
         function = getattr(getattr(loaded, "_artifacts", None), "compiled_fn", None)
         if type(function).__module__.startswith("torch.") and not hasattr(function, "finalize_loading"):
             function.finalize_loading = lambda config: None  # type: ignore[union-attr]  # what vLLM will call
@@ -235,6 +240,8 @@ def cure_compiled_loading() -> None:
 
     @wraps(factors)
     def cured_factors(*args: Any, **kwargs: Any) -> list[str]:
+        nonlocal keyed
+        keyed = True
         return [*factors(*args, **kwargs), compiled_for()]
 
     cured_load.cpupp = True  # type: ignore[attr-defined]  # marks the function as patched
@@ -243,7 +250,10 @@ def cure_compiled_loading() -> None:
 
 
 def compiled_for() -> str:
-    """What code compiled here depends on, beyond the model and the versions: instructions and threads."""
+    """What code compiled here depends on, beyond the model and the versions: instructions, threads, the compiler's
+    environment.
+    """
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     lines = {line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(("flags", "Features"))}
-    return f"{sorted(lines)} {torch.get_num_threads()}"
+    settings = {n: v for n, v in os.environ.items() if n.startswith(COMPILER_ENV) and n != "TORCHINDUCTOR_CACHE_DIR"}
+    return f"{sorted(lines)} {torch.get_num_threads()} {sorted(settings.items())}"

@@ -30,7 +30,7 @@ class Wire:
     def swap(self, peers: list[int], tensor: torch.Tensor) -> list[torch.Tensor]:
         """Give `tensor` (contiguous, up to DIRECT_BYTES) to all peers and return theirs, of equal shape and dtype.
 
-        What comes back stays until the next swap with that peer. The receive for that one is posted by `expect`, as
+        What comes back stays until `expect` or the next swap with that peer. `expect` posts the receive for that one:
         gloo moves a message at once that is already waited for. Raises PeerLostError.
         """
         boxes = [self._box(p) for p in peers]

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from cpupp.errors import CpuppError
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank import board, communicator
 from cpupp.rank.communicator import Communicator
-from cpupp.rank.frames import FrameError
+from cpupp.rank.frames import FrameCodec, FrameError
 from cpupp.rank.gloo_link import INLINE_BYTES, MAX_IN_FLIGHT, TAG, GlooLink
 from cpupp.rank.gloo_loop import THREAD_NAME
-from cpupp.rank.ring import PeerLostError
+from cpupp.rank.ring import PeerLostError, Ring, span
 from cpupp.rank.shm_link import ShmLink
 from tests.integration.gang import Gang, RankError
 
@@ -241,10 +242,10 @@ def test_the_order_is_kept(gang: Gang, folders: list[str]) -> None:
     assert gang.run(in_order, folders)[2] == list(range(40))
 
 
-def reuse(rank: int, folders: list[str]) -> bool:
+def reuse(rank: int, folders: list[str], size: int) -> bool:
     """The sender overwrites its buffer as soon as the send has returned: vLLM takes our send for a finished one."""
     links = make(rank, folders)
-    buffer = torch.zeros(LARGE, dtype=torch.uint8)
+    buffer = torch.zeros(size, dtype=torch.uint8)
     good = True
     for i in range(MAX_IN_FLIGHT - 1):
         if rank == 0:
@@ -260,9 +261,14 @@ def reuse(rank: int, folders: list[str]) -> bool:
     return good
 
 
-def test_a_buffer_may_be_reused_and_the_sender_does_not_wait(gang: Gang, tmp_path: Path) -> None:
+SIZES = (1000, 100_000, LARGE)
+"""Over gloo a payload that is copied out of its message, one that stays there, and one behind it."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_buffer_may_be_reused_and_the_sender_does_not_wait(gang: Gang, tmp_path: Path, size: int) -> None:
     """The barrier lies between the last send and the first receive."""
-    assert gang.run(reuse, places(tmp_path, "abcd")) == [True] * 4
+    assert gang.run(reuse, places(tmp_path, "abcd"), size) == [True] * 4
 
 
 def without_references(rank: int, folders: list[str]) -> bool:
@@ -282,13 +288,13 @@ def test_a_buffer_lives_until_it_has_been_sent(gang: Gang, tmp_path: Path) -> No
     assert gang.run(without_references, places(tmp_path, "ab"), ranks=2) == [True] * 2
 
 
-def kept_apart(rank: int, folders: list[str]) -> bool:
+def kept_apart(rank: int, folders: list[str], size: int) -> bool:
     """What was received stays as it is while anyone holds it, in whatever way, though later dicts reuse memory."""
     links = make(rank, folders)
     held: list[Any] = []
     for i in range(12):
         if rank == 0:
-            links.send_tensor_dict({"x": torch.full((LARGE,), i, dtype=torch.uint8)}, 1)
+            links.send_tensor_dict({"x": torch.full((size,), i, dtype=torch.uint8)}, 1)
         elif rank == 1:
             x = links.recv_tensor_dict(0)["x"]
             held.append([x, x[5:], x.numpy(), x.view(2, -1), None][i % 5])
@@ -298,8 +304,46 @@ def kept_apart(rank: int, folders: list[str]) -> bool:
     return good
 
 
-def test_memory_is_not_reused_while_someone_holds_it(gang: Gang, folders: list[str]) -> None:
-    assert gang.run(kept_apart, folders) == [True] * 4
+@pytest.mark.parametrize("size", SIZES)
+def test_memory_is_not_reused_while_someone_holds_it(gang: Gang, folders: list[str], size: int) -> None:
+    assert gang.run(kept_apart, folders, size) == [True] * 4
+
+
+def test_a_frame_that_arrives_in_parts_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
+    """A header in two parts, then a part of a frame like it, while tensors are ready for one that is smaller."""
+    capacity = 1 << 20
+    out = Ring.create(tmp_path / "ab", "rank 0 -> rank 1", capacity)
+    back = Ring.create(tmp_path / "ba", "rank 1 -> rank 0", capacity)
+    into = Ring.attach(tmp_path / "ab", "rank 0 -> rank 1", capacity)
+    reader = ShmLink(back, into, timeout=20.0)
+    codec = FrameCodec("rank 0 -> rank 1")
+
+    def put(items: dict[str, Any], start: int, end: int | None = None) -> None:
+        if start == 0:
+            header, tensors, _ = codec.encode(items, 0)
+            frame[:] = [header + b"".join(t.numpy().tobytes() for t in tensors)]
+        piece = torch.frombuffer(bytearray(frame[0][start:end]), dtype=torch.uint8)
+        assert out.put(*span(piece)) == piece.nbytes
+
+    frame = [b""]
+    small, large = {"x": torch.ones(500, dtype=torch.uint8)}, {"x": torch.full((2000,), 7, dtype=torch.uint8)}
+    for _ in range(2):
+        put(small, 0)
+        assert same(reader.recv(), small)
+    put(large, 0, 50)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(reader.recv)
+        time.sleep(0.3)  # it has nothing to do, and makes ready
+        put(large, 50)
+        assert same(received.result(20), large)
+        put(large, 0, 900)
+        received = pool.submit(reader.recv)
+        time.sleep(0.3)
+        assert not received.done()
+        put(large, 900)
+        assert same(received.result(20), large)
+    reader.close()
+    out.segment.close()
 
 
 def refused(rank: int, folders: list[str]) -> str:
