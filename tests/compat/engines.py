@@ -10,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from cpupp.rank.agent_engine import IOMP, TCMALLOC, find_library
 from tests.e2e.runs import Engine
 from tests.testbed.models import ROOT, smollm2
 
@@ -17,7 +18,6 @@ CACHE = ROOT / ".cache" / "compat"
 PINS = Path(__file__).parent / "pins"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 """torch is asked for by its plain version: the index has no `+cpu`. Text models use none of the others."""
-TCMALLOC = "libtcmalloc_minimal.so.4"
 TRANSFORMERS_5 = (0, 20)
 """From this vLLM on transformers 5 reads the config; before it, names and places of two settings differ."""
 
@@ -28,8 +28,8 @@ def engine(version: str) -> Engine:
     if not (folder / "complete").exists():
         _make(folder, version)
     # Before 0.20 a worker refuses to start without them.
-    preload = [str(path) for path in (*folder.glob("lib/libiomp5.so"), *Path("/usr/lib").rglob(TCMALLOC))]
-    return Engine(str(folder / "bin" / "python"), version, {"LD_PRELOAD": ":".join(preload)})
+    preload = (find_library(IOMP, [str(folder / "lib")]), find_library(TCMALLOC, []))
+    return Engine(str(folder / "bin" / "python"), version, {"LD_PRELOAD": ":".join(filter(None, preload))})
 
 
 def _make(folder: Path, version: str) -> None:
