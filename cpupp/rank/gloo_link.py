@@ -29,7 +29,7 @@ MAX_IN_FLIGHT = 8
 
 
 class GlooLink:
-    """A link over a gloo group: small dicts are one message, the tensors of large ones follow without a copy.
+    """A link over a gloo group: dicts up to INLINE_BYTES are one message, the tensors of larger ones follow it.
 
     gloo accepts a message that is shorter than the receiver's buffer, so the receiver need not know the size: it posts
     a buffer of INLINE_BYTES. A trailer with the frame's number shows that the message was not cut short.
@@ -64,7 +64,7 @@ class GlooLink:
     def send(self, items: Mapping[str, Any], meanwhile: Callable[[], bool] | None = None) -> None:
         """Start to send; waits only when MAX_IN_FLIGHT dicts are under way. Raises FrameError, PeerLostError."""
         header, tensors, detached = self._encoder.encode(items, self._inline - SEQUENCE.size - ALIGNMENT)
-        message = self._message()
+        message = self._free.pop() if self._free else _Message(self._inline)
         size = len(header)
         message.bytes[:size] = header
         if not detached:
@@ -91,12 +91,11 @@ class GlooLink:
         self._posted = self._ready = None
         self._wait(posted, self._decoder.link)
         header = None if ready is None else self._decoder.again(inbox.bytes, ready.header)
-        if header is None:
+        if ready is None or header is None:
             header = self._header(inbox)
-        if header.detached:
-            self._check_trailer(inbox, header.length)
-            return self._detached(header)
-        if ready is None or ready.header is not header:
+            if header.detached:
+                self._check_trailer(inbox, header.length)
+                return self._detached(header)
             ready = _Ready(header, inbox)
         self._check_trailer(inbox, aligned(header.length) + header.payload)
         self._last = header
@@ -140,9 +139,6 @@ class GlooLink:
         """Wait until everything that was sent has left this rank. Raises PeerLostError."""
         while self._in_flight:
             self._reap()
-
-    def _message(self) -> _Message:
-        return self._free.pop() if self._free else _Message(self._inline)
 
     def _reap(self) -> None:
         # Not is_completed(): gloo can report completion while it still reads the buffer.

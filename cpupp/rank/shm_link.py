@@ -81,7 +81,7 @@ class ShmLink:
         ready, self._ready = self._ready, None
         frame = None if ready is None else self._in.peek(ready.size)
         header = None if frame is None or ready is None else self._decoder.again(frame, ready.header)
-        if header is None:
+        if ready is None or header is None:
             prefix = self._in.peek(PREFIX_BYTES)
             if prefix is None:
                 return None
@@ -91,7 +91,6 @@ class ShmLink:
                 return None
             header = self._decoder.decode(frame)
             ready = _Ready(header)
-        assert ready is not None
         self._last = header
         result = ready.filled(self._in.peeked_address())
         self._in.skip(ready.size)
