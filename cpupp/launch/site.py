@@ -31,8 +31,8 @@ def site_files(host: HostPlan) -> dict[str, str]:
 def start_request(command: RankCommand, node: int, **handoff: Any) -> dict[str, Any]:
     """Return the agent's `start` request for this command as its node number `node`.
 
-    handoff: the fields of RankHandoff that depend on the run (`run`, `attempt`, `node_rank`, `mode`, `backend`)
-    and on the plan's word about the host (`no_shm`).
+    handoff: the fields of RankHandoff that depend on the run (`run`, `attempt`, `node_rank`, `num_nodes`, `mode`,
+    `backend`) and on the plan's word about the host (`no_shm`).
     """
     reports = f"{SITE}/reports-{node}.ndjson"
     text = RankHandoff(host=command.host, reports=reports, **handoff).encode()

@@ -318,6 +318,7 @@ class Supervisor:
             mode=self.plan.communicator,
             backend=self.plan.backend,
             no_shm=bool(self._hosts[command.host].no_shm),
+            num_nodes=len(self.plan.nodes),
         )
 
     def _check_health(self) -> None:

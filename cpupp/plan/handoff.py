@@ -30,7 +30,8 @@ class RankHandoff:
     run: run id, unique for each launch; attempt: 1, 2, ... of that run; node_rank: vLLM's `--node-rank`;
     mode: `links`, `fallback` or `stock` (issue: which communicator to inject); backend: `auto`, `shm` (demanded) or
     `gloo` (forced); reports: absolute path of the NDJSON file to append to; host: the host's name in the cluster file;
-    no_shm: the plan found too little room in this host's /dev/shm, so its groups that share memory are gloo.
+    no_shm: the plan found too little room in this host's /dev/shm, so its groups that share memory are gloo;
+    num_nodes: vLLM nodes of the run, which watch each other when there are several (rank/beat.py).
     """
 
     run: str
@@ -41,6 +42,7 @@ class RankHandoff:
     reports: str
     host: str
     no_shm: bool
+    num_nodes: int = 1
 
     def encode(self) -> str:
         """Return one line of JSON (ASCII, sorted keys), the value of `CPUPP_HANDOFF`."""
@@ -91,11 +93,27 @@ class ErrorReport:
     message: str
 
 
-Report = PluginReport | GroupReport | ErrorReport
-_REPORTS: dict[str, type[PluginReport] | type[GroupReport] | type[ErrorReport]] = {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerReport:
+    """A vLLM node does not hear from another any more; sent again for as long as that lasts.
+
+    node_rank: the vLLM node that is lost, -1 for torch's store in the worker of rank 0; silent_s: for how long, 0 when
+    that node itself told of its end; message: one sentence. Only a detached agent acts on it: an attached launcher sees
+    losses by itself.
+    """
+
+    pid: int
+    node_rank: int
+    silent_s: float
+    message: str
+
+
+Report = PluginReport | GroupReport | ErrorReport | PeerReport
+_REPORTS: dict[str, type[PluginReport] | type[GroupReport] | type[ErrorReport] | type[PeerReport]] = {
     "plugin": PluginReport,
     "group": GroupReport,
     "error": ErrorReport,
+    "peer": PeerReport,
 }
 
 
@@ -126,7 +144,7 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def _typed(data: dict[str, Any], cls: type, what: str) -> dict[str, Any]:
-    kinds = {"str": str, "int": int, "bool": bool, "list[int]": list, "list[list[Any]]": list}
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "list[int]": list, "list[list[Any]]": list}
     wanted: dict[str, str] = {name: cls.__annotations__[name] for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]  # cls is a dataclass
     missing = sorted(set(wanted) - set(data))
     unknown = sorted(set(data) - set(wanted))

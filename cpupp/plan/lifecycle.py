@@ -37,7 +37,7 @@ from cpupp.plan.events import (
     Tick,
 )
 from cpupp.plan.failures import Failure, exit_text, order_failures, with_words
-from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport, Report
+from cpupp.plan.handoff import ErrorReport, GroupReport, PeerReport, PluginReport, Report
 from cpupp.plan.plan import Plan
 from cpupp.plan.versions import AFTER_JOINING, JOINED, WORKER_EXCEPTION, phase_of
 
@@ -214,6 +214,8 @@ def _reported(state: State, node_rank: int, report: Report, now: float) -> tuple
     match report:
         case PluginReport():
             return _with_node(state, node_rank, plugin=True), ()
+        case PeerReport():  # for agents without a launcher; here the loss itself is seen
+            return state, ()
         case ErrorReport(where=where, message=message):
             failure = _node_failure(state, node_rank, "RANK-ERROR", f"{where}: {message}")
             return _fail(state, failure, now), ()

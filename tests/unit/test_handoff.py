@@ -12,6 +12,7 @@ from cpupp.plan.handoff import (
     ErrorReport,
     GroupReport,
     HandoffError,
+    PeerReport,
     PluginReport,
     RankHandoff,
     Report,
@@ -30,10 +31,12 @@ HANDOFFS = st.builds(
     reports=TEXT,
     host=TEXT,
     no_shm=st.booleans(),
+    num_nodes=st.integers(1, 32),
 )
 REPORTS = st.one_of(
     st.builds(PluginReport, pid=st.integers(1), vllm=TEXT, mode=TEXT),
     st.builds(ErrorReport, pid=st.integers(1), where=TEXT, message=TEXT),
+    st.builds(PeerReport, pid=st.integers(1), node_rank=st.integers(-1, 99), silent_s=st.floats(0, 99), message=TEXT),
     st.builds(
         GroupReport,
         rank=st.integers(0, 9),
