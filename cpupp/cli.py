@@ -15,6 +15,7 @@ from cpupp import __version__
 from cpupp.errors import CpuppError, ExitCode
 
 if TYPE_CHECKING:
+    from cpupp.launch.supervisor import LaunchOptions
     from cpupp.plan.cluster import ClusterSpec
     from cpupp.plan.command import RankCommand
     from cpupp.plan.plan import Plan
@@ -82,40 +83,36 @@ def launch(
         import time
 
         started = time.monotonic()
-        spec = _load(file)
+        spec, raw = _load_file(file)
+        from cpupp.launch.records import new_run_id
+        from cpupp.launch.supervisor import LaunchOptions
+
+        run = new_run_id()
+        options = LaunchOptions(
+            run=run,
+            folder=_runs_folder() / f"{spec.name}-{run}",
+            timeout=timeout,
+            grace=grace,
+            ask=ask,
+            max_tokens=max_tokens,
+            started=started,
+            file=str(Path(file).absolute()),
+            spec=raw,
+        )
         with _connected(spec, signals, grace_s=grace) as (sessions, facts):
             plan, commands = _make_plan(spec, facts)
             _show_plan(plan, commands)
-            result = _run(plan, commands, sessions, signals, started, timeout, ask, max_tokens, grace)
+            result = _run(plan, commands, sessions, signals, options)
         _finish_launch(plan, result, as_json)
 
 
 def _run(
-    plan: Plan,
-    commands: tuple[RankCommand, ...],
-    sessions: Mapping[str, Any],
-    signals: Signals,
-    started: float,
-    timeout: float,
-    ask: str | None,
-    max_tokens: int,
-    grace: float,
+    plan: Plan, commands: tuple[RankCommand, ...], sessions: Mapping[str, Any], signals: Signals, options: LaunchOptions
 ) -> Any:
-    from cpupp.launch.records import new_run_id
-    from cpupp.launch.supervisor import LaunchOptions, Supervisor
+    from cpupp.launch.supervisor import Supervisor
     from cpupp.render_launch import LaunchView
 
-    run = new_run_id()
-    options = LaunchOptions(
-        run=run,
-        folder=_runs_folder() / f"{plan.name}-{run}",
-        timeout=timeout,
-        grace=grace,
-        ask=ask,
-        max_tokens=max_tokens,
-        started=started,
-    )
-    view = LaunchView(plan, started=started)
+    view = LaunchView(plan, started=options.started)
     try:
         supervisor = Supervisor(plan, commands, sessions, options, view)
         signals.forward(supervisor.interrupt)
@@ -314,9 +311,13 @@ def _signals() -> Signals:
 
 
 def _load(file: str) -> ClusterSpec:
-    from cpupp.launch.config import load_cluster
+    return _load_file(file)[0]
 
-    return load_cluster(file)
+
+def _load_file(file: str) -> tuple[ClusterSpec, bytes]:
+    from cpupp.launch.config import load_cluster_file
+
+    return load_cluster_file(file)
 
 
 @contextmanager

@@ -36,8 +36,7 @@ class HeadApi:
     def __init__(self, plan: Plan, session: _Agent) -> None:
         self._session = session
         self._model = plan.served_name
-        host = "127.0.0.1" if plan.serve_host in _ANY or is_loopback(plan.serve_host) else plan.serve_host
-        self._url = f"http://{url_host(host)}:{plan.serve_port}"
+        self._url = local_url(plan)
         self._key = api_key(plan)
 
     def healthy(self) -> bool:
@@ -94,6 +93,12 @@ class HeadApi:
             http_timeout=timeout,
         )
         return int(reply["status"]), str(reply["body"])
+
+
+def local_url(plan: Plan) -> str:
+    """The API's root URL as the head itself reaches it, without `/v1`."""
+    host = "127.0.0.1" if plan.serve_host in _ANY or is_loopback(plan.serve_host) else plan.serve_host
+    return f"http://{url_host(host)}:{plan.serve_port}"
 
 
 def public_url(plan: Plan) -> str:

@@ -22,9 +22,15 @@ MAX_VALUES = 100_000
 
 def load_cluster(path: Path | str) -> ClusterSpec:
     """Read and check a cluster file. Raises CpuppErrors with all problems, or CpuppError when it cannot be read."""
+    return load_cluster_file(path)[0]
+
+
+def load_cluster_file(path: Path | str) -> tuple[ClusterSpec, bytes]:
+    """As `load_cluster`, with the file's bytes as they were read, for the run's record."""
     shown = str(path)
     document = _Document(shown)
-    data = document.load(_read(Path(path), shown))
+    raw = _read(Path(path), shown)
+    data = document.load(_text(raw, shown))
     if not isinstance(data, dict):
         message = f"a cluster file is a mapping (key: value), this is {describe(data)}"
         raise CpuppError("CONFIG-YAML", message, hint="start with `name:`; see examples/ and docs/yaml.md", where=shown)
@@ -33,21 +39,19 @@ def load_cluster(path: Path | str) -> ClusterSpec:
         raise CpuppErrors(document.errors(problems))
     spec, records = read_spec(data)
     assert spec is not None, records
-    return spec
+    return spec, raw
 
 
-def _read(path: Path, shown: str) -> str:
+def _read(path: Path, shown: str) -> bytes:
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+            return file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         message, hint = "no such file", _nearby(path)
     except IsADirectoryError:
         message, hint = "is a folder, not a cluster file", _nearby(path / "cluster.yaml")
     except OSError as error:
         message, hint = f"cannot be read: {error.strerror}", "check the path and its permissions"
-    else:
-        return _text(raw, shown)
     raise CpuppError("CONFIG-FILE", message, hint=hint, where=shown)
 
 

@@ -21,7 +21,7 @@ def new_run_id() -> str:
 
 
 class RunRecord:
-    """One run's folder (0700): `plan.json`, `events.ndjson`, `logs/`, `result.json`."""
+    """One run's folder (0700): `run.json`, `spec.yaml`, `plan.json`, `events.ndjson`, `logs/`, `result.json`."""
 
     def __init__(self, folder: Path) -> None:
         with making(folder):
@@ -31,7 +31,7 @@ class RunRecord:
         self.logs = folder / "logs"
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file (or text, for a str) atomically: temporary file, fsync, rename.
+        """Write a JSON file (text and bytes as they are) atomically: temporary file, fsync, rename.
 
         A full disk does not end the run.
         """
@@ -39,11 +39,13 @@ class RunRecord:
             self._write(name, value)
 
     def _write(self, name: str, value: Any) -> None:
-        text = value if isinstance(value, str) else json.dumps(value, indent=2, default=_plain) + "\n"
+        if not isinstance(value, str | bytes):
+            value = json.dumps(value, indent=2, default=_plain) + "\n"
+        raw = value.encode("utf-8") if isinstance(value, str) else value
         target = self.folder / name
         temporary = target.with_name(target.name + ".new")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(raw)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cpupp.errors import CpuppError
-from cpupp.launch.api import Answer, HeadApi, api_key, public_url
+from cpupp.launch.api import Answer, HeadApi, api_key, local_url, public_url
 from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
+from cpupp.launch.run_file import RunFile, site_record
 from cpupp.launch.site import site_files, start_request
 from cpupp.plan.command import RankCommand
 from cpupp.plan.events import (
@@ -42,7 +43,7 @@ from cpupp.plan.events import (
 )
 from cpupp.plan.failures import Failure
 from cpupp.plan.handoff import HandoffError, decode_report
-from cpupp.plan.lifecycle import State, initial_state, step
+from cpupp.plan.lifecycle import State, initial_state, status_of, step
 from cpupp.plan.plan import HostPlan, Plan
 
 TICK = 0.2
@@ -90,7 +91,10 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """timeout: seconds until ready; grace: seconds between TERM and KILL; started: monotonic start of the command."""
+    """timeout: seconds until ready; grace: seconds between TERM and KILL; started: monotonic start of the command.
+
+    file: the cluster file's absolute path; spec: its bytes.
+    """
 
     run: str
     folder: Path
@@ -100,6 +104,8 @@ class LaunchOptions:
     max_tokens: int = 128
     attempt: int = 1
     started: float | None = None
+    file: str = ""
+    spec: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +139,7 @@ class Supervisor:
         self.options = options
         self.view = view
         self.record = RunRecord(options.folder)
+        self.run_file = RunFile(self.record, plan, run=options.run, file=options.file)
         self.started = options.started if options.started is not None else time.monotonic()
         self.answer: Answer | None = None
         self._api = HeadApi(plan, sessions[plan.head])
@@ -153,6 +160,7 @@ class Supervisor:
         now = time.monotonic()
         options = self.options
         self._logs = open_logs(self.record.logs, {n.node_rank: n.host for n in self.plan.nodes})
+        self.record.write("spec.yaml", options.spec)
         self.record.write("plan.json", {"plan": self.plan, "commands": self.commands})
         for session in self.sessions.values():
             session.on_event = lambda host, data: self._queue.put((host, data))
@@ -170,6 +178,7 @@ class Supervisor:
         result = self._result(state)
         self.record.event("result", outcome=result.outcome, exit_code=result.exit_code)
         self.record.write("result.json", result)
+        self.run_file.update(status=status_of(state))
         self.record.close()
         return result
 
@@ -202,6 +211,8 @@ class Supervisor:
         if not isinstance(event, Tick | Logged | Health):
             self.record.event(type(event).__name__, data=event)
         new, actions = step(state, event)
+        if new.stage not in (state.stage, "down"):  # the end is told when its result is written
+            self.run_file.update(status=status_of(new))
         for before, after in zip(state.nodes, new.nodes, strict=True):
             if before.phase != after.phase:
                 seconds = event.at - self.started
@@ -299,6 +310,13 @@ class Supervisor:
                 attempt=options.attempt,
                 host=host,
                 files=site_files(self._hosts[host]),
+                record=site_record(
+                    self.plan,
+                    host,
+                    created=self.run_file.data["started"],
+                    api=local_url(self.plan),
+                    names=list(self._hosts),
+                ),
             )
             for command in nodes:
                 session.request("start", timeout=60, **self._start_params(command))

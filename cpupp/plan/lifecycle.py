@@ -39,6 +39,7 @@ from cpupp.plan.events import (
 from cpupp.plan.failures import Failure, exit_text, order_failures, with_words
 from cpupp.plan.handoff import ErrorReport, GroupReport, PeerReport, PluginReport, Report
 from cpupp.plan.plan import Plan
+from cpupp.plan.runstate import RunState
 from cpupp.plan.versions import AFTER_JOINING, JOINED, WORKER_EXCEPTION, phase_of
 
 SETTLE = 1.5
@@ -95,6 +96,21 @@ def initial_state(plan: Plan, *, timeout: float, ask: bool, now: float) -> State
     }
     nodes = tuple(NodeState(node_rank=n.node_rank, host=n.host, ranks=n.ranks, since=now) for n in plan.nodes)
     return State(nodes=nodes, head=plan.head, expected=expected, deadline=now + timeout, ask=ask)
+
+
+def status_of(state: State) -> RunState:
+    """The run's state in one word."""
+    match state.stage:
+        case "ready":
+            return RunState.READY
+        case "failing":
+            return RunState.DEGRADED
+        case "stopping":
+            return RunState.STOPPING
+        case "down":
+            return RunState.STOPPED if state.outcome in ("ok", "interrupted") else RunState.FAILED
+        case _:
+            return RunState.STARTING
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:

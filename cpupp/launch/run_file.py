@@ -1,0 +1,98 @@
+"""`run.json`: what commands of other days need to know of a run: who launched it, where it runs, its state."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cpupp.launch.api import public_url
+from cpupp.launch.records import RunRecord
+from cpupp.plan.plan import Plan
+from cpupp.plan.runstate import RunState
+
+RUN_FILE = "run.json"
+
+
+class RunFile:
+    """The run's `run.json`, rewritten atomically whenever something in it changes."""
+
+    def __init__(self, record: RunRecord, plan: Plan, *, run: str, file: str) -> None:
+        """Write it for the first time. file: the cluster file's absolute path, empty when there is none."""
+        self._record = record
+        self.data: dict[str, Any] = {
+            "run": run,
+            "name": plan.name,
+            "file": file,
+            "started": time.time(),
+            "launcher": launcher_identity(),
+            "detached": False,
+            "hosts": [{"name": host.name, "ssh": host.ssh, "local": host.local} for host in plan.hosts],
+            "attempt": 1,
+            "status": RunState.STARTING,
+            "url": public_url(plan),
+            "served_name": plan.served_name,
+        }
+        record.write(RUN_FILE, self.data)
+
+    def update(self, **changes: Any) -> None:
+        """Set values; the file is written when that changes any."""
+        new = {**self.data, **changes}
+        if new != self.data:
+            self.data = new
+            self._record.write(RUN_FILE, new)
+
+
+def launcher_identity() -> dict[str, Any]:
+    """This process, so that a later command can tell whether it still runs.
+
+    pid; start: clock ticks since boot at which it started; boot_id, hostname, user.
+    """
+    return {
+        "pid": os.getpid(),
+        "start": _start_ticks(),
+        "boot_id": _read("/proc/sys/kernel/random/boot_id"),
+        "hostname": socket.gethostname(),
+        "user": _user(),
+    }
+
+
+def _start_ticks() -> int:
+    # The second field, the command's name in brackets, may hold anything; the 22nd is the start.
+    rest = _read("/proc/self/stat").rpartition(")")[2].split()
+    return int(rest[19]) if len(rest) > 19 else 0
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def _read(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def site_record(plan: Plan, host: str, *, created: float, api: str, names: Sequence[str]) -> dict[str, Any]:
+    """What the host keeps of the run beside its site folder, for those who ask the host and have no record.
+
+    api: the API's base URL as the head itself reaches it, empty elsewhere.
+    """
+    me = launcher_identity()
+    return {
+        "cluster": plan.name,
+        "launcher": f"{me['user']}@{me['hostname']}",
+        "created": created,
+        "head": host == plan.head,
+        "num_nodes": len(plan.nodes),
+        "hosts": list(names),
+        "api": api if host == plan.head else "",
+    }
