@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from cpupp.launch.private import private, private_folder
 from cpupp.launch.records import making
+from cpupp.rank.agent_mask import Mask
 
 NUM_TAIL_LINES = 40
 MAX_LINE = 16 * 1024
@@ -15,11 +17,12 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class NodeLog:
-    """The log of one vLLM node: every byte goes to `path`, complete lines come back from `feed`."""
+    """The log of one vLLM node: all output goes to `path`, secrets hidden by `mask`; complete lines come back."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mask: Mask | None = None) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115  # to the end
+        self._masked = (mask or Mask()).stream()
         self._partial = ""
         self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
         self.error = ""
@@ -29,6 +32,9 @@ class NodeLog:
 
         A full disk loses the file's share, never the run: the reason stays in `error`.
         """
+        return self._take(self._masked.feed(data))
+
+    def _take(self, data: str) -> list[str]:
         try:
             self._file.write(data.encode("utf-8", "surrogateescape"))
         except OSError as error:
@@ -47,7 +53,8 @@ class NodeLog:
         return (*self._tail, rest) if rest.strip() else tuple(self._tail)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what waited for more to come, and close the file."""
+        self._take(self._masked.end())
         self._file.close()
 
 
@@ -57,8 +64,8 @@ def readable(line: str) -> str:
     return line.encode("utf-8", "backslashreplace").decode("utf-8", "backslashreplace")
 
 
-def open_logs(folder: Path, nodes: Mapping[int, str]) -> dict[int, NodeLog]:
+def open_logs(folder: Path, nodes: Mapping[int, str], mask: Mask | None = None) -> dict[int, NodeLog]:
     """Open one log file per vLLM node (node rank -> host) in `folder`."""
     with making(folder):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return {node: NodeLog(folder / f"node-{node}-{host}.log") for node, host in nodes.items()}
+        private_folder(folder)
+        return {node: NodeLog(folder / f"node-{node}-{host}.log", mask) for node, host in nodes.items()}

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cpupp.errors import CpuppError
+from cpupp.launch.private import private, private_folder
+from cpupp.rank.agent_mask import Mask
 
 
 def new_run_id() -> str:
@@ -21,13 +23,18 @@ def new_run_id() -> str:
 
 
 class RunRecord:
-    """One run's folder (0700): `run.json`, `spec.yaml`, `plan.json`, `events.ndjson`, `logs/`, `result.json`."""
+    """One run's folder (0700): `run.json`, `spec.yaml`, `plan.json`, `events.ndjson`, `logs/`, `result.json`.
 
-    def __init__(self, folder: Path) -> None:
+    `mask` hides secrets in all of them.
+    """
+
+    def __init__(self, folder: Path, mask: Mask | None = None) -> None:
         with making(folder):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._events = (folder / "events.ndjson").open("a", encoding="utf-8", buffering=1)
+            private_folder(folder)
+            path = folder / "events.ndjson"
+            self._events = open(path, "a", encoding="utf-8", buffering=1, opener=private)  # noqa: SIM115  # to the end
         self.folder = folder
+        self._mask = mask or Mask()
         self.logs = folder / "logs"
 
     def write(self, name: str, value: Any) -> None:
@@ -44,16 +51,23 @@ class RunRecord:
         raw = value.encode("utf-8") if isinstance(value, str) else value
         target = self.folder / name
         temporary = target.with_name(target.name + ".new")
-        with temporary.open("wb") as file:
-            file.write(raw)
+        with open(temporary, "wb", opener=private) as file:
+            file.write(self._masked(raw))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
 
+    def _masked(self, raw: bytes) -> bytes:
+        encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"  # as cluster files may be
+        text = raw.decode(encoding, "surrogateescape")
+        shown = self._mask.text(text)
+        return raw if shown == text else shown.encode(encoding, "surrogateescape")
+
     def event(self, kind: str, **data: Any) -> None:
         """Append one event with the wall clock. A full disk does not end the run."""
         with contextlib.suppress(OSError, ValueError):
-            self._events.write(json.dumps({"time": time.time(), "event": kind, **data}, default=_plain) + "\n")
+            line = json.dumps({"time": time.time(), "event": kind, **data}, default=_plain)
+            self._events.write(self._mask.text(line) + "\n")
 
     def close(self) -> None:
         """Close the event file."""

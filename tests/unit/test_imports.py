@@ -37,7 +37,13 @@ TABLE = (
         may=("cpupp.errors", "cpupp.plan.*"),  # and pydantic in cluster, see below
         never=("datetime", "os", "random", "secrets", "socket", "subprocess", "tempfile", "threading", "time", "uuid"),
     ),
-    Row(files="cpupp.launch.*", may=("cpupp", "cpupp.errors", "cpupp.plan.*", "cpupp.launch.*", "paramiko", "yaml")),
+    Row(
+        files="cpupp.launch.*",
+        may=(
+            *("cpupp", "cpupp.errors", "cpupp.plan.*", "cpupp.launch.*", "paramiko", "yaml"),
+            "cpupp.rank.agent_mask",  # both ends hide secrets in one way
+        ),
+    ),
     Row(files="cpupp.rank.agent*", may=("cpupp.rank.agent*",)),  # runs on a bare python3
     Row(files="cpupp.rank.vllm_plugin", may=("cpupp.plan.handoff", "cpupp.rank.*", "vllm"), may_at_top=()),
     Row(files="cpupp.rank.vllm_adapter", may=("cpupp.errors", "cpupp.plan.handoff", "cpupp.rank.*", "torch", "vllm")),
