@@ -53,7 +53,7 @@ class RunHosts:
         self._locks = {name: threading.Lock() for name in names}
         self._closed = False
 
-    def ask(self, host: str, op: str, *, timeout: float = ASK_S, **params: Any) -> Any:
+    def ask(self, host: str, op: str, /, *, timeout: float = ASK_S, **params: Any) -> Any:
         """Ask one host. Raises CpuppError naming it."""
         try:
             return self._session(host).request(op, timeout=timeout, **params)
@@ -61,7 +61,7 @@ class RunHosts:
             error.where = error.where or host
             raise
 
-    def ask_all(self, op: str, *, timeout: float = ASK_S, **params: Any) -> tuple[dict[str, Any], list[CpuppError]]:
+    def ask_all(self, op: str, /, *, timeout: float = ASK_S, **params: Any) -> tuple[dict[str, Any], list[CpuppError]]:
         """Ask every host at once; return the answers, and the errors of those that gave none."""
         return run_all({name: partial(self.ask, name, op, timeout=timeout, **params) for name in self.names})
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.logs import MAX_LINE, readable
@@ -23,48 +23,41 @@ from cpupp.plan.runs import Run
 CHUNK = 1 << 20
 POLL_S = 0.3
 _NODE_FILE = re.compile(r"node-(\d+)-(.+?)((?:\.\d{3,})?)\.log")
-AFTER_DETACH = ".detached.log"
-"""Ending of the file into which `stop` copies what a vLLM node wrote after its launcher had left."""
-
-
-class Source(Protocol):
-    """A log that grows. ended: nothing will come any more, once `read` has returned nothing."""
-
-    ended: bool
-
-    def read(self) -> bytes:
-        """The next bytes; none when there are none yet."""
 
 
 class FileLog:
     """The parts of one vLLM node's log in the record, in order, across the moment in which a part is closed.
 
-    `node-0-a.001.log`, `node-0-a.002.log`, ..., `node-0-a.log`; whole: also what `stop` fetched from the host.
+    `node-0-a.001.log`, `node-0-a.002.log`, ..., `node-0-a.log`. offset: bytes read so far.
     """
 
-    def __init__(self, folder: Path, node: int, host: str, *, whole: bool = True) -> None:
-        self.ended = True
+    def __init__(self, folder: Path, node: int, host: str) -> None:
+        self.offset = 0
         self._folder = folder
         self._stem = f"node-{node}-{host}"
-        self._whole = whole
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def read(self) -> bytes:
-        """The next bytes. A part that is renamed while it is read stays open and is read to its end."""
+        """The next bytes, none at the end. A part that is renamed while it is read is read to its end all the same."""
+        data = self._read()
+        self.offset += len(data)
+        return data
+
+    def _read(self) -> bytes:
         while True:
-            data = self._file.read(CHUNK) if self._file is not None else b""
-            if data:
+            if self._file is not None and (data := self._file.read(CHUNK)):
                 return data
             following = self._following()
             if following is None:
                 return b""
             if self._file is not None:
                 if data := self._file.read(CHUNK):  # appended between the two looks
+                    following.close()
                     return data
                 self._file.close()
             self._file = following
 
-    def _following(self) -> BinaryIO | None:
+    def _following(self) -> FileIO | None:
         """The part after the one that is open."""
         parts = self._parts()
         place = 0
@@ -73,14 +66,19 @@ class FileLog:
             current = os.fstat(self._file.fileno()).st_ino
             place = inodes.index(current) + 1 if current in inodes else len(parts)
         try:
-            return parts[place].open("rb", buffering=0) if place < len(parts) else None
+            return FileIO(parts[place]) if place < len(parts) else None
         except OSError:
             return None
 
+    def close(self) -> None:
+        """Close the part that is open."""
+        if self._file is not None:
+            self._file.close()
+
     def _parts(self) -> list[Path]:
         closed = sorted(self._folder.glob(f"{glob.escape(self._stem)}.[0-9]*.log"))
-        open_one = [f"{self._stem}.log", *([self._stem + AFTER_DETACH] if self._whole else [])]
-        return [*closed, *(path for name in open_one if (path := self._folder / name).exists())]
+        growing = self._folder / f"{self._stem}.log"
+        return [*closed, *([growing] if growing.exists() else [])]
 
 
 def _inode(path: Path) -> int:
@@ -91,79 +89,82 @@ def _inode(path: Path) -> int:
 
 
 class HostLog:
-    """One vLLM node's log in the store of its host, of a run that was detached.
+    """One vLLM node's log in the store of its host; offsets there count all bytes that the vLLM node ever wrote.
 
-    patience_s: how long a host that cannot be asked is asked again; copy: where `stop` may put the log meanwhile.
+    patience_s: how long a host that cannot be asked is asked again. ended: nothing will come any more.
     """
 
-    def __init__(
-        self, hosts: RunHosts, host: str, run: str, node: int, *, copy: Path | None = None, patience_s: float = 0.0
-    ) -> None:
+    def __init__(self, hosts: RunHosts, host: str, run: str, node: int, *, patience_s: float = 0.0) -> None:
         self.ended = False
         self.error: CpuppError | None = None
         self._ask = partial(hosts.ask, host, "run_log", run=run, node=node, host=host)
-        self._copy = copy
         self._patience_s = patience_s
         self._failing_since: float | None = None
-        self._offset = 0
 
-    def read(self) -> bytes:
-        """The next bytes. The reason why a host cannot be asked is in `error`, for as long as it cannot."""
+    def read(self, offset: int) -> tuple[bytes, int]:
+        """The bytes from an offset on and the next offset. While the host cannot be asked, `error` says why."""
         try:
-            reply = self._ask(offset=self._offset, size=CHUNK)
+            reply = self._ask(offset=offset, size=CHUNK)
         except CpuppError as error:
-            return self._without_host(error)
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            self.error = error
+            lost = error.exit_code == ExitCode.UNREACHABLE
+            self.ended = not lost or now - self._failing_since >= self._patience_s
+            return b"", offset
         self.error = self._failing_since = None
         data = str(reply["data"]).encode("utf-8", "surrogateescape")
-        self._offset = int(reply["offset"])
         self.ended = bool(reply["ended"]) and not data
-        return data
-
-    def _without_host(self, error: CpuppError) -> bytes:
-        if self._copy is not None and self._copy.exists():
-            with self._copy.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read(CHUNK)
-            self._offset += len(data)
-            self.ended = not data
-            return data
-        now = time.monotonic()
-        self._failing_since = self._failing_since or now
-        self.error = error
-        self.ended = error.exit_code != ExitCode.UNREACHABLE or now - self._failing_since >= self._patience_s
-        return b""
+        return data, int(reply["offset"])
 
 
 class LogStream:
-    """Whole lines of several sources of one vLLM node, one after the other; an earlier source is read to its end."""
+    """Whole lines of one vLLM node: from the record while that has more, then from where it ends on the host.
 
-    def __init__(self, node: int, host: str, sources: Sequence[Source]) -> None:
+    Either may be missing. The record may grow while the host is read (`cpupp stop` fetches what the host kept): an
+    offset means the same byte in both, so nothing comes twice.
+    """
+
+    def __init__(self, node: int, host: str, files: FileLog | None, store: HostLog | None) -> None:
         self.node = node
         self.host = host
-        self._sources = sources
+        self._files = files
+        self._store = store
+        self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._partial = ""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will come any more, once `lines` has returned None."""
-        return all(source.ended for source in self._sources)
+        """Whether nothing will come any more once the run has ended and `lines` has returned None."""
+        return self._store is None or self._store.ended
 
     @property
     def error(self) -> CpuppError | None:
         """Why the host's part is missing, if it is."""
-        return next((error for source in self._sources if (error := getattr(source, "error", None))), None)
+        return self._store.error if self._store is not None else None
 
     def lines(self) -> list[str] | None:
         """The next whole lines, as people can read them; None when there is nothing new."""
-        data = next((data for source in self._sources if (data := source.read())), None)
-        if data is None:
+        data = self._next()
+        if not data:
             return None
         *lines, self._partial = (self._partial + self._decoder.decode(data)).split("\n")
         if len(self._partial) > MAX_LINE:
             lines.append(self._partial)
             self._partial = ""
         return [readable(line) for line in lines]
+
+    def _next(self) -> bytes:
+        while self._files is not None and (data := self._files.read()):
+            known = self._offset - (self._files.offset - len(data))
+            self._offset = max(self._offset, self._files.offset)
+            if fresh := data[max(0, known) :]:
+                return fresh
+        if self._store is None:
+            return b""
+        data, self._offset = self._store.read(self._offset)
+        return data
 
     def history(self) -> Iterator[str]:
         """Every whole line that there is now."""
@@ -174,6 +175,11 @@ class LogStream:
         """The unfinished line at the end."""
         line, self._partial = self._partial, ""
         return [readable(line)] if line else []
+
+    def close(self) -> None:
+        """Let go of the record's files."""
+        if self._files is not None:
+            self._files.close()
 
 
 def follow(streams: Sequence[LogStream], run_ended: Callable[[], bool]) -> Iterator[tuple[int, list[str]]]:
@@ -212,7 +218,7 @@ def nodes_recorded(folder: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     with suppress(OSError):
         for path in folder.iterdir():
-            match = _NODE_FILE.fullmatch(path.name.replace(AFTER_DETACH, ".log"))
+            match = _NODE_FILE.fullmatch(path.name)
             if match:
                 found[int(match[1])] = match[2]
     return dict(sorted(found.items()))
@@ -225,20 +231,16 @@ def attempt_folder(run_folder: Path, attempt: int) -> Path:
 
 
 def log_streams(
-    run: Run, nodes: Mapping[int, str], hosts: RunHosts, *, attempt: int, collected: bool, patience_s: float = 0.0
+    run: Run, nodes: Mapping[int, str], hosts: RunHosts, *, attempt: int, ask_hosts: bool, patience_s: float = 0.0
 ) -> list[LogStream]:
-    """One stream for each of the vLLM nodes (node rank -> host): its files in the record, then its host's store.
-
-    collected: the hosts have nothing (more) that the record lacks.
-    """
+    """One stream for each of the vLLM nodes (node rank -> host). ask_hosts: they have what the record may lack."""
     folder = attempt_folder(Path(run.folder), attempt) if run.folder else None
-    streams = []
-    for node, host in nodes.items():
-        sources: list[Source] = []
-        if folder is not None:
-            sources.append(FileLog(folder, node, host, whole=collected))
-        if not collected and attempt == run.attempt:
-            copy = folder / f"node-{node}-{host}{AFTER_DETACH}" if folder is not None else None
-            sources.append(HostLog(hosts, host, run.run, node, copy=copy, patience_s=patience_s))
-        streams.append(LogStream(node, host, sources))
-    return streams
+    return [
+        LogStream(
+            node,
+            host,
+            FileLog(folder, node, host) if folder is not None else None,
+            HostLog(hosts, host, run.run, node, patience_s=patience_s) if ask_hosts else None,
+        )
+        for node, host in nodes.items()
+    ]

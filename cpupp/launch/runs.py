@@ -28,7 +28,7 @@ def all_runs(root: Path) -> list[Run]:
 
 def run_in(folder: Path) -> Run | None:
     """The run whose record is in `folder`; None when there is none that can be read."""
-    run = read_run(_json(folder / "run.json"), str(folder))
+    run = read_run(json_of(folder / "run.json"), str(folder))
     if run is None or run.state.ended or run.launcher is None:
         return run
     alive = launcher_alive(run.launcher)
@@ -73,7 +73,7 @@ def places(folder: Path) -> tuple[RankPlace, ...]:
                 stage=int(rank["stage"]),
                 tp_index=int(rank["tp_index"]),
             )
-            for rank in _json(folder / "plan.json")["plan"]["ranks"]
+            for rank in json_of(folder / "plan.json")["plan"]["ranks"]
         )
     except (KeyError, TypeError, ValueError):
         return ()
@@ -106,7 +106,7 @@ def events(folder: Path) -> Iterator[dict[str, Any]]:
 def first_failure(folder: Path) -> Failure | None:
     """The first failure of the run's result, or that which `run.json` tells while the run goes down."""
     for name, key in (("result.json", "first_failure"), ("run.json", "failure"), ("run.json", "first_failure")):
-        data = _json(folder / name)
+        data = json_of(folder / name)
         value = data.get(key) if isinstance(data, Mapping) else None
         if isinstance(value, Mapping) and value.get("message"):
             return _failure(value)
@@ -128,11 +128,12 @@ def _failure(value: Mapping[str, Any]) -> Failure:
 
 def result_of(run: Run) -> dict[str, Any]:
     """The run's result; empty when it has none yet."""
-    data = _json(Path(run.folder) / "result.json") if run.folder else None
+    data = json_of(Path(run.folder) / "result.json") if run.folder else None
     return data if isinstance(data, dict) else {}
 
 
-def _json(path: Path) -> Any:
+def json_of(path: Path) -> Any:
+    """The values of a JSON file; None when it is not there, or is no JSON."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
