@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cpupp import __version__
-from cpupp.errors import CpuppError, ExitCode
+from cpupp.cli_frame import guard as _guard
+from cpupp.cli_frame import leave as _leave
+from cpupp.cli_frame import set_debug
+from cpupp.cli_frame import signals as _signals
+from cpupp.errors import ExitCode
 
 if TYPE_CHECKING:
     from cpupp.launch.supervisor import LaunchOptions
@@ -39,7 +43,6 @@ _File = Annotated[str, typer.Argument(metavar="FILE", help="The cluster file (YA
 _Json = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout instead of text.")]
 MAX_SECONDS = 10_000_000
 """Four months: enough for any start, and a time that every clock and lock of the system can wait for."""
-_debug = False
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,8 +58,7 @@ def _options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    global _debug
-    _debug = debug
+    set_debug(debug)
 
 
 @app.command()
@@ -260,54 +262,6 @@ def _examine(spec: ClusterSpec) -> tuple[dict[str, Any], dict[str, tuple[str, st
     finally:
         _close(sessions)
     return facts, {error.where: (error.message, error.hint) for error in [*errors, *later]}
-
-
-@contextmanager
-def _guard(command: str, as_json: bool) -> Iterator[None]:
-    """Turn every error into text or an envelope, and an exit code; no traceback without --debug."""
-    from cpupp.signals import Interrupted
-
-    try:
-        yield
-    except CpuppError as error:
-        if _debug:
-            raise
-        _fail(command, as_json, error)
-        raise typer.Exit(int(error.exit_code)) from None
-    except Interrupted as error:
-        _fail(command, as_json, CpuppError("INTERRUPTED", f"interrupted by {error}: nothing was started"))
-        _leave(error.exit_code)
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:
-        if _debug:
-            raise
-        hint = "this is a fault in cpupp: run again as `cpupp --debug ...` and report the traceback"
-        _fail(command, as_json, CpuppError("INTERNAL", f"{type(error).__name__}: {error}", hint=hint))
-        raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
-
-
-def _fail(command: str, as_json: bool, error: CpuppError) -> None:
-    from cpupp.render import flat, print_envelope, print_errors
-
-    if as_json:
-        print_envelope(command, ok=False, data=None, errors=flat(error))
-    else:
-        print_errors(flat(error))
-
-
-def _leave(code: int) -> None:
-    """End now: threads that still connect must not hold the process. Hosts see the connection go and clean up."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def _signals() -> Signals:
-    from cpupp.signals import Signals
-
-    return Signals()
 
 
 def _load(file: str) -> ClusterSpec:

@@ -90,11 +90,12 @@ def settle(run: Run, folder: Path, state: RunState, failures: Sequence[Failure],
     try:
         known = json_of(folder / "run.json")
         base = known if isinstance(known, dict) else _new_record(run)
-        record.write("run.json", {**base, "status": state, "attempt": run.attempt})
+        failure = {"failure": asdict(failures[0])} if failures else {}
+        record.write("run.json", {**base, **failure, "status": state, "attempt": run.attempt})
         if state.ended:
             result = result_of(run)
             first = result.get("first_failure") or (asdict(failures[0]) if failures else None)
-            ending = {
+            ending: dict[str, Any] = {
                 "outcome": str(state),
                 "exit_code": int(ExitCode.RANK_FAILED if state is RunState.FAILED else ExitCode.OK),
                 "first_failure": first if state is RunState.FAILED else None,

@@ -18,7 +18,7 @@ from typing import TypeVar
 from cpupp.errors import ExitCode
 from cpupp.launch.run_collect import collect_logs, folder_of, one_at_a_time, settle
 from cpupp.launch.run_hosts import RunHosts
-from cpupp.launch.runs import result_of, run_in, start_ticks
+from cpupp.launch.runs import first_failure, result_of, run_in, start_ticks
 from cpupp.launch.session import run_all
 from cpupp.plan.failures import Failure
 from cpupp.plan.hoststate import Site, read_sites
@@ -127,7 +127,7 @@ class _HostsStop:
     def go(self) -> StopResult:
         """Look, end, collect, forget; at each step with the hosts that came so far."""
         before = self._each(self.hosts.names, self._sites)
-        failures = host_failures(self._own(before))
+        failures = self._failures(before)
         found = self._each(tuple(before), self._stop)
         self.stops.update({name: HostStop(host=name, found=count, left=left) for name, (count, left) in found.items()})
         after = self._own(self._each(tuple(found), self._sites))
@@ -136,7 +136,8 @@ class _HostsStop:
         if not attached_elsewhere and (kept or self.run.folder):
             with one_at_a_time(self.folder):
                 self._collect(kept)
-                self._settle(failures or (host_failures(kept) if self._by_itself(before) else []))
+                state = self._state(failures)
+                settle(self.run, self.folder, state, failures, whole=state.ended)
         run = run_in(self.folder) or replace(self.run, state=self._state(failures))
         return StopResult(run=run, by="hosts", hosts=tuple(self.stops[name] for name in self.hosts.names))
 
@@ -163,9 +164,12 @@ class _HostsStop:
         left = tuple(str(item) for key in ("stuck", "remaining") for item in reply.get(key) or ())
         return int(reply.get("found") or 0), left
 
-    def _by_itself(self, before: Mapping[str, tuple[Site, ...]]) -> bool:
-        """Whether the run had ended before anybody told it to."""
-        return not any(site.held for site in self._own(before).values()) and self.run.state is not RunState.STOPPING
+    def _failures(self, before: Mapping[str, tuple[Site, ...]]) -> list[Failure]:
+        """What had failed before anybody stopped the run: what hosts say later follows from that."""
+        known = first_failure(self.folder)
+        if known is not None or self.run.state is RunState.STOPPING:
+            return [known] if known is not None else []
+        return host_failures(self._own(before))
 
     def _collect(self, kept: Mapping[str, Site]) -> None:
         def one(name: str) -> tuple[str, ...]:
@@ -178,11 +182,9 @@ class _HostsStop:
         if len(logs) == len(kept):
             self._each(tuple(kept), lambda name: self.hosts.ask(name, "run_forget", run=self.run.run))
 
-    def _settle(self, failures: Sequence[Failure]) -> None:
-        state = self._state(failures)
-        settle(self.run, self.folder, state, failures, whole=state.ended)
-
     def _state(self, failures: Sequence[Failure]) -> RunState:
         if any(stop.error or stop.left for stop in self.stops.values()):
             return RunState.STOPPING
-        return RunState.FAILED if failures or self.run.state is RunState.FAILED else RunState.STOPPED
+        return (
+            RunState.FAILED if failures or self.run.state in (RunState.FAILED, RunState.CRASHED) else RunState.STOPPED
+        )

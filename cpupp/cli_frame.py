@@ -1,0 +1,74 @@
+"""The frame of every verb: errors become text or an envelope and an exit code, signals become entries of a queue."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import typer
+
+from cpupp.errors import CpuppError, ExitCode
+
+if TYPE_CHECKING:
+    from cpupp.signals import Signals
+
+debug = False
+"""Whether tracebacks are shown (`cpupp --debug`)."""
+
+
+def set_debug(wanted: bool) -> None:
+    """Show tracebacks of errors from now on, or do not."""
+    global debug
+    debug = wanted
+
+
+@contextmanager
+def guard(command: str, as_json: bool) -> Iterator[None]:
+    """Turn every error into text or an envelope, and an exit code; no traceback without --debug."""
+    from cpupp.signals import Interrupted
+
+    try:
+        yield
+    except CpuppError as error:
+        if debug:
+            raise
+        _fail(command, as_json, error)
+        raise typer.Exit(int(error.exit_code)) from None
+    except Interrupted as error:
+        _fail(command, as_json, CpuppError("INTERRUPTED", f"interrupted by {error}: nothing was started"))
+        leave(error.exit_code)
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if debug:
+            raise
+        hint = "this is a fault in cpupp: run again as `cpupp --debug ...` and report the traceback"
+        _fail(command, as_json, CpuppError("INTERNAL", f"{type(error).__name__}: {error}", hint=hint))
+        raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
+
+
+def _fail(command: str, as_json: bool, error: CpuppError) -> None:
+    from cpupp.render import flat, print_envelope, print_errors
+
+    if as_json:
+        print_envelope(command, ok=False, data=None, errors=flat(error))
+    else:
+        print_errors(flat(error))
+
+
+def leave(code: int) -> None:
+    """End now: threads that still connect must not hold the process. Hosts see the connection go and clean up."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def signals() -> Signals:
+    """Signals as entries of a queue, while entered."""
+    from cpupp.signals import Signals
+
+    return Signals()
