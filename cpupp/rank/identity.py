@@ -82,7 +82,10 @@ _ROW = struct.Struct("<16s16s16sQQBBH")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One rank's row: kernel, device and inode of its /dev/shm, nonce (name and content), flags, threads."""
+    """One rank's row: kernel, device and inode of its /dev/shm, nonce (name and content), flags, threads.
+
+    device, inode: 0 when the rank could not put its nonce there.
+    """
 
     boot_id: bytes
     token: bytes
@@ -213,16 +216,23 @@ def _boot_id(path: Path, fallback: bytes) -> bytes:
 
 
 def _write_nonce(nonce: Path, secret: bytes) -> tuple[int, int, Obstacle]:
+    """Device and inode of the folder (0 without the file), and what was in the way.
+
+    Without a free page the file stays empty. It is a proof all the same, as nobody else has its name: ranks that share
+    a full /dev/shm must be seen to share it, for the plan takes their whole group to gloo.
+    """
+    device = inode = 0
     try:
         where = nonce.parent.stat()
         fd = os.open(nonce, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        device, inode = where.st_dev, where.st_ino
         try:
             os.write(fd, secret)
         finally:
             os.close(fd)
-        return where.st_dev, where.st_ino, Obstacle.NONE
     except OSError as error:
-        return 0, 0, Obstacle.of(error)
+        return device, inode, Obstacle.of(error)
+    return device, inode, Obstacle.NONE
 
 
 def _reads(other: Identity, mine: Identity, nonce: Path) -> bool:
@@ -233,7 +243,7 @@ def _reads(other: Identity, mine: Identity, nonce: Path) -> bool:
     except OSError:
         return False
     try:
-        return os.read(fd, len(other.secret) + 1) == other.secret
+        return os.read(fd, len(other.secret) + 1) in (other.secret, b"")
     except OSError:
         return False
     finally:

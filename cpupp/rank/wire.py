@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
+from cpupp.rank.frames import FrameError
 from cpupp.rank.ring import PeerLostError
 
 TAG = 0x6371  # apart from the links' tag
 SMALL_TAG = 0x6372
 DIRECT_BYTES = 32 * 1024
+LENGTH = struct.Struct("<Q")
 MAX_VIEWS = 64
 
 Work = tuple[int, dist.Work]
@@ -31,7 +34,8 @@ class Wire:
         """Give `tensor` (contiguous, up to DIRECT_BYTES) to all peers and return theirs, of equal shape and dtype.
 
         What comes back stays until `expect` or the next swap with that peer. `expect` posts the receive for that one:
-        gloo moves a message at once that is already waited for. Raises PeerLostError.
+        gloo moves a message at once that is already waited for. In front of a tensor travels its length: gloo takes a
+        shorter one than is due without a word. Raises PeerLostError, and FrameError when a peer's is of another length.
         """
         boxes = [self._box(p) for p in peers]
         for peer, box in zip(peers, boxes, strict=True):
@@ -59,6 +63,10 @@ class Wire:
     def _receive(self, peer: int, box: _Mailbox, tensor: torch.Tensor) -> torch.Tensor:
         posted, box.posted = box.posted, None
         self._finish(peer, posted)
+        if box.length() != tensor.nbytes:
+            raise FrameError(
+                self._link(peer), f"{box.length()} bytes arrived in a collective, {tensor.nbytes} were due"
+            )
         return box.received(tensor)
 
     def _finish(self, peer: int, work: dist.Work | None) -> None:
@@ -102,25 +110,34 @@ class Wire:
             raise self._lost(peer, error) from error
 
     def _lost(self, peer: int, error: RuntimeError) -> PeerLostError:
-        link = f"{self._names[peer]} -> {self._names[self._position]}"
-        return PeerLostError(link, f"{self._names[peer]} left in the middle of a collective: {error}")
+        return PeerLostError(self._link(peer), f"{self._names[peer]} left in the middle of a collective: {error}")
+
+    def _link(self, peer: int) -> str:
+        return f"{self._names[peer]} -> {self._names[self._position]}"
 
 
 class _Mailbox:
     """Memory for small tensors to and from one peer, and what is under way there."""
 
     def __init__(self) -> None:
-        self.inbox = torch.zeros(DIRECT_BYTES, dtype=torch.uint8)
-        self._outbox = torch.zeros(DIRECT_BYTES, dtype=torch.uint8)
+        self.inbox = torch.zeros(LENGTH.size + DIRECT_BYTES, dtype=torch.uint8)
+        self._outbox = torch.zeros(LENGTH.size + DIRECT_BYTES, dtype=torch.uint8)
+        self._bytes_in, self._bytes_out = memoryview(self.inbox.numpy()), memoryview(self._outbox.numpy())
         self.posted: dist.Work | None = None
         self.sending: dist.Work | None = None
         self._views: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fill(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy `tensor` into the outbox and return the bytes to send."""
+        """Copy `tensor` into the outbox, behind its length, and return the bytes to send."""
         out, _ = self._view(tensor)
-        ctypes.memmove(out.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        LENGTH.pack_into(self._bytes_out, 0, tensor.nbytes)
+        ctypes.memmove(out.data_ptr() + LENGTH.size, tensor.data_ptr(), tensor.nbytes)
         return out
+
+    def length(self) -> int:
+        """Bytes of the tensor that is in the inbox, as its sender says."""
+        (length,) = LENGTH.unpack_from(self._bytes_in)
+        return int(length)
 
     def received(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is in the inbox, as long as `tensor` and of its dtype, one-dimensional."""
@@ -132,6 +149,7 @@ class _Mailbox:
         if views is None:
             if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
-            views = self._outbox[: key[0]], self.inbox[: key[0]].view(tensor.dtype)
+            end = LENGTH.size + key[0]
+            views = self._outbox[:end], self.inbox[LENGTH.size : end].view(tensor.dtype)
             self._views[key] = views
         return views

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from cpupp.errors import CpuppError
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank import board, communicator
+from cpupp.rank.agent_probe import Nonces, read_nonces, shm_facts
 from cpupp.rank.communicator import Communicator
 from cpupp.rank.frames import FrameCodec, FrameError
 from cpupp.rank.gloo_link import INLINE_BYTES, MAX_IN_FLIGHT, TAG, GlooLink
@@ -154,12 +156,35 @@ def test_a_rank_without_room_that_shares_with_nobody_hinders_nobody(gang: Gang, 
 
 
 def test_a_rank_without_room_takes_all_to_gloo_together() -> None:
-    with Gang([1, 2], shm_size="1m") as gang:
-        for name in ("pp:0", "tp:0"):
-            reports = gang.run(report, ["/dev/shm"] * 3, name)
-            reason = "rank 1 cannot use shared memory: there is no room in its /dev/shm"
-            assert {(r.backend, r.reason) for r in reports} == {("gloo", reason)}
-        assert gang.run(names_left) == [[], [], []]
+    """No room for the segments, then not even one page for a nonce (the plan says gloo to both)."""
+    with Gang([2, 2], shm_size="1m") as gang:
+        reason = "rank 2 cannot use shared memory: there is no room in its /dev/shm"
+        for step in ("free", "full"):
+            for name in ("pp:0", "tp:0"):
+                reports = gang.run(report, ["/dev/shm"] * 4, name)
+                assert {(r.backend, r.reason) for r in reports} == {("gloo", reason)}, step
+            assert gang.run(names_left) == [[]] * 4
+            assert gang.run(seen_by_the_plan) == [["here"]] * 4
+            gang.run(fill)
+
+
+def fill(rank: int) -> None:
+    """Leave no page in the small /dev/shm."""
+    if rank == 2:
+        with suppress(OSError), Path("/dev/shm/full").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        assert shm_facts()["free"] == 0
+    dist.barrier()
+
+
+def seen_by_the_plan(rank: int) -> list[str]:
+    """The hosts whose nonce the agent of this one would read: itself."""
+    nonces, name, value = Nonces(), f"cpupp-nonce-{rank}", "0" * 64
+    nonces.write(name, value)
+    seen = read_nonces({"here": name, "elsewhere": "cpupp-nonce-9"}, {"here": value, "elsewhere": value})
+    nonces.clear()
+    return seen
 
 
 def names_left(rank: int) -> list[str]:
@@ -467,6 +492,26 @@ def test_all_reduce_sums_and_is_equal_on_all_ranks(gang: Gang, tmp_path: Path, l
     first, *others = gang.run(reduced, places(tmp_path, layout), len(layout), ranks=len(layout))
     for other in others:
         assert [name for (name, a), (_, b) in zip(first, other, strict=True) if a != b] == []
+
+
+def unequal(rank: int, folders: list[str]) -> list[str]:
+    """What rank 0 and 1 hear of a sum of two lengths; before it one that leaves the longer's bytes behind."""
+    links = make(rank, folders, "tp:0")
+    found = []
+    for count in (60, 40 + 10 * rank):
+        try:
+            links.all_reduce(torch.ones(count))
+        except FrameError as error:
+            found.append(str(error))
+    dist.barrier()
+    return found
+
+
+def test_a_sum_of_two_lengths_is_an_error_that_names_both_ranks(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(unequal, places(tmp_path, "ab"), ranks=2) == [
+        ["rank 1 -> rank 0: 200 bytes arrived in a collective, 160 were due"],
+        ["rank 0 -> rank 1: 160 bytes arrived in a collective, 200 were due"],
+    ]
 
 
 @pytest.fixture(scope="module")
