@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cpupp import __version__
+from cpupp import __version__, cli_runs
 from cpupp.cli_frame import guard as _guard
 from cpupp.cli_frame import leave as _leave
 from cpupp.cli_frame import set_debug
@@ -320,6 +320,9 @@ def _runs_folder() -> Path:
     state = os.environ.get("XDG_STATE_HOME", "")
     root = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
     return root / "cpupp" / "runs"
+
+
+cli_runs.add_to(app, _runs_folder)
 
 
 def main() -> None:

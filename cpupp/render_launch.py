@@ -165,7 +165,7 @@ def result_page(result: RunResult, width: int) -> Page:
     """How the run ended: the first failure with its own last lines, the others as consequences, what was left."""
     page = Page(width)
     if result.first_failure is not None:
-        _failure(page, result.first_failure)
+        show_failure(page, result.first_failure)
         if result.consequences:
             page.line("stopped or failed as a consequence:", "bold")
             for failure in result.consequences:
@@ -188,7 +188,8 @@ _ENDINGS = {
 }
 
 
-def _failure(page: Page, failure: Failure) -> None:
+def show_failure(page: Page, failure: Failure) -> None:
+    """Add a failure with its own last lines."""
     first, *rest = failure.message.splitlines() or [failure.code]
     page.line()
     page.prose(f"{_who(failure)}: {first}", indent="", hang="error: ", style="bold red")

@@ -12,6 +12,7 @@ from typing import Any
 
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.logs import NodeLog
+from cpupp.launch.private import private_folder
 from cpupp.launch.records import RunRecord, making
 from cpupp.launch.run_hosts import RunHosts
 from cpupp.launch.run_logs import CHUNK, FileLog, attempt_folder
@@ -37,7 +38,7 @@ def collect_logs(folder: Path, site: Site, hosts: RunHosts) -> list[str]:
     """
     logs = attempt_folder(folder, site.attempt)
     with making(logs):
-        logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(logs)
     return [_collect_log(logs, node, site, hosts) for node in sorted(site.nodes)]
 
 
@@ -73,7 +74,7 @@ def _size(log: FileLog) -> int:
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Keep a second `cpupp stop` of the same run from appending to the same logs. Raises CpuppError STATE-FOLDER."""
     with making(folder):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(folder)
         descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -22,6 +22,7 @@ from cpupp.plan.runs import Run
 
 CHUNK = 1 << 20
 POLL_S = 0.3
+LONGEST_PARTIAL = 1 << 20
 _NODE_FILE = re.compile(r"node-(\d+)-(.+?)((?:\.\d{3,})?)\.log")
 
 
@@ -150,10 +151,10 @@ class LogStream:
         if not data:
             return None
         *lines, self._partial = (self._partial + self._decoder.decode(data)).split("\n")
-        if len(self._partial) > MAX_LINE:
+        if len(self._partial) > LONGEST_PARTIAL:
             lines.append(self._partial)
             self._partial = ""
-        return [readable(line) for line in lines]
+        return [readable(piece) for line in lines for piece in _pieces(line)]
 
     def _next(self) -> bytes:
         while self._files is not None and (data := self._files.read()):
@@ -174,12 +175,17 @@ class LogStream:
     def rest(self) -> list[str]:
         """The unfinished line at the end."""
         line, self._partial = self._partial, ""
-        return [readable(line)] if line else []
+        return [readable(piece) for piece in _pieces(line)] if line else []
 
     def close(self) -> None:
         """Let go of the record's files."""
         if self._files is not None:
             self._files.close()
+
+
+def _pieces(line: str) -> list[str]:
+    """A line in pieces of which `readable` cuts nothing off; nearly always one."""
+    return [line[start : start + MAX_LINE] for start in range(0, max(1, len(line)), MAX_LINE)]
 
 
 def follow(streams: Sequence[LogStream], run_ended: Callable[[], bool]) -> Iterator[tuple[int, list[str]]]:

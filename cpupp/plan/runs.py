@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from cpupp.errors import CpuppError, ExitCode
@@ -127,7 +126,7 @@ def choose(runs: Sequence[Run], wanted: str | None) -> Run:
     if wanted is None:
         live = [run for run in newest if run.live]
         return newest[0] if not live else _only(live, "several runs live")
-    exact = [run for run in newest if wanted in (run.run, f"{run.name}-{run.run}", PurePath(run.folder).name)]
+    exact = [run for run in newest if wanted in (run.run, f"{run.name}-{run.run}")]
     if exact:
         return exact[0]
     named = [run for run in newest if run.name == wanted]

@@ -1,0 +1,201 @@
+"""Stopping runs by their hosts: what is left in the record, with hosts that are down, twice, and without a record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpupp.errors import CpuppError
+from cpupp.launch.run_stop import StopResult, end_launcher, is_over, stop_run
+from cpupp.launch.runs import all_runs, launcher_alive, run_in, start_ticks
+from cpupp.plan.runs import LauncherRef, Run, choose
+from cpupp.plan.runstate import RunState
+from cpupp.render_runs import stop_exit
+from tests.unit.hosts_of_runs import RUN, ScriptedHost, open_hosts
+
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+HOSTNAME = Path("/proc/sys/kernel/hostname").read_text().strip()
+
+
+def launcher(pid: int, start: int | None = None, boot: str = BOOT, hostname: str = HOSTNAME) -> dict[str, Any]:
+    ticks = start_ticks(pid) if start is None else start
+    return {"pid": pid, "start": ticks, "boot_id": boot, "hostname": hostname, "user": "me"}
+
+
+def write(root: Path, run: str = RUN, **values: Any) -> Path:
+    folder = root / f"pair-{run}"
+    (folder / "logs").mkdir(parents=True)
+    record = {
+        "run": run,
+        "name": "pair",
+        "file": "/x/pair.yaml",
+        "started": 1000.0,
+        "launcher": launcher(1, start=-1),
+        "detached": True,
+        "hosts": [{"name": "a", "ssh": "a", "local": False}, {"name": "b", "ssh": "b", "local": False}],
+        "attempt": 1,
+        "status": "ready",
+        "url": "http://a:8000/v1",
+        "served_name": "m",
+        **values,
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def stop(root: Path, *hosts: ScriptedHost, run: Run | None = None) -> StopResult:
+    found = run or choose(all_runs(root), None)
+    return stop_run(found, lambda: open_hosts(*hosts), root, grace=0.0, tell=lambda text: None)
+
+
+def pair() -> tuple[ScriptedHost, ScriptedHost]:
+    return ScriptedHost("a", 0, log=b"a one\na two\n"), ScriptedHost("b", 1, log=b"b one\n")
+
+
+def test_a_detached_run_is_stopped_and_its_logs_are_fetched(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (folder / "logs" / "node-0-a.log").write_bytes(b"a one\n")
+    hosts = pair()
+    result = stop(tmp_path, *hosts)
+    assert (result.run.state, result.by, result.missing, result.stuck) == (RunState.STOPPED, "hosts", (), ())
+    assert [host.found for host in result.hosts] == [1, 1]
+    assert (folder / "logs" / "node-0-a.log").read_bytes() == hosts[0].log
+    assert (folder / "logs" / "node-1-b.log").read_bytes() == hosts[1].log
+    assert [host.site for host in hosts] == [None, None]
+    assert json.loads((folder / "result.json").read_text())["outcome"] == "stopped"
+    assert stop_exit([result]) == 0
+
+
+def test_stopping_again_asks_nobody(tmp_path: Path) -> None:
+    write(tmp_path)
+    hosts = pair()
+    stop(tmp_path, *hosts)
+    for host in hosts:
+        host.orders.clear()
+    again = stop(tmp_path, *hosts)
+    assert (again.by, again.run.state, [host.orders for host in hosts]) == ("nobody", RunState.STOPPED, [[], []])
+
+
+def test_a_host_that_is_down_is_named_and_finished_later(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    a, b = pair()
+    b.down = True
+    first = stop(tmp_path, a, b)
+    assert (first.run.state, [host.host for host in first.missing]) == (RunState.STOPPING, ["b"])
+    assert stop_exit([first]) == 5
+    assert (folder / "logs" / "node-0-a.log").read_bytes() == a.log
+    b.down = False
+    # Without its peer it has failed meanwhile: that follows from the stop.
+    b.end({"code": "PEER-LOST", "message": "rank 0 is silent", "node": 1, "time": 9.0, "last_lines": []})
+    second = stop(tmp_path, a, b)
+    assert (second.run.state, second.missing) == (RunState.STOPPED, ())
+    assert (folder / "logs" / "node-1-b.log").read_bytes() == b.log
+    assert stop_exit([second]) == 0
+
+
+def test_a_run_that_failed_by_itself_stays_failed(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    a, b = pair()
+    a.end({"code": "PEER-LOST", "message": "rank 1 is silent", "node": 0, "time": 3.0, "last_lines": []})
+    b.end({"code": "RANK-SIGNAL", "message": "killed by SIGKILL", "node": 1, "time": 4.0, "last_lines": ["x"]})
+    result = stop(tmp_path, a, b)
+    assert result.run.state is RunState.FAILED
+    first = json.loads((folder / "result.json").read_text())["first_failure"]
+    assert (first["host"], first["message"], first["last_lines"]) == ("b", "killed by SIGKILL", ["x"])
+    assert stop_exit([result]) == 0
+
+
+def test_a_lost_record_is_made_anew(tmp_path: Path) -> None:
+    lost = Run(run=RUN, name="pair", state=RunState.STARTING, detached=True)
+    hosts = pair()
+    result = stop(tmp_path, *hosts, run=lost)
+    assert result.run.state is RunState.STOPPED
+    assert (tmp_path / f"pair-{RUN}" / "logs" / "node-0-a.log").read_bytes() == hosts[0].log
+    (found,) = all_runs(tmp_path)
+    assert (found.run, found.state, is_over(found)) == (RUN, RunState.STOPPED, True)
+
+
+def test_a_log_that_cannot_be_fetched_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    a, b = pair()
+
+    def broken(**_: Any) -> None:
+        raise CpuppError("AGENT-FAILED", "Input/output error")
+
+    monkeypatch.setattr(b, "_run_log", broken)
+    result = stop(tmp_path, a, b)
+    assert [host.host for host in result.stuck] == ["b"]
+    assert result.run.state is RunState.STOPPING
+    assert a.site is not None
+    assert b.site is not None
+    assert stop_exit([result]) == 1
+
+
+def test_another_run_on_the_same_hosts_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path)
+    others = ScriptedHost("a", 0, run="1130-999999-ffff"), ScriptedHost("b", 1, run="1130-999999-ffff")
+    stop(tmp_path, *others)
+    assert all(host.site is not None and host.site["held"] for host in others)
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_launcher_is_known_by_its_start_not_by_its_pid_alone() -> None:
+    me = os.getpid()
+    mine = LauncherRef(**launcher(me))
+    assert launcher_alive(mine) is True
+    assert launcher_alive(LauncherRef(**launcher(me, start=mine.start + 1))) is False
+    assert launcher_alive(LauncherRef(**launcher(me, boot="other"))) is False
+    assert launcher_alive(LauncherRef(**launcher(me, boot="other", hostname="elsewhere"))) is None
+
+
+def test_a_run_without_its_launcher_is_crashed_unless_it_is_detached(tmp_path: Path) -> None:
+    write(tmp_path, detached=False)
+    write(tmp_path, run="1130-000000-0000", detached=True)
+    states = {run.run: run.state for run in all_runs(tmp_path)}
+    assert states == {RUN: RunState.CRASHED, "1130-000000-0000": RunState.READY}
+
+
+def test_broken_records_are_passed_over(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "run.json").write_text('{"run": "x", ')
+    (tmp_path / "bench-1").mkdir()
+    assert [run.run for run in all_runs(tmp_path)] == [RUN]
+    assert all_runs(tmp_path / "none") == []
+    assert run_in(folder / "logs") is None
+
+
+@pytest.mark.parametrize("ignores", [1, 0])
+def test_a_launcher_is_asked_once_and_then_urged(ignores: int) -> None:
+    # It ends at the SIGTERM after those that it ignores, as `cpupp launch` does when its ranks are slow.
+    code = (
+        "import signal, sys\n"
+        "left = [int(sys.argv[1])]\n"
+        "def handle(*_):\n"
+        "    left[0] -= 1\n"
+        "    if left[0] < 0: sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, handle)\n"
+        "print(flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(ignores)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert end_launcher(LauncherRef(**launcher(process.pid)), grace=-9.5) is True
+        assert process.wait(10) == 0
+
+
+def test_a_pid_that_now_belongs_to_another_process_is_not_signalled() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        ref = LauncherRef(**launcher(process.pid, start=1))
+        assert end_launcher(ref, grace=0.0) is True
+        assert process.poll() is None
+        process.kill()
