@@ -16,6 +16,7 @@ from cpupp.cli_frame import guard as _guard
 from cpupp.cli_frame import leave as _leave
 from cpupp.cli_frame import set_debug
 from cpupp.cli_frame import signals as _signals
+from cpupp.cli_secrets import try_secrets, use_secrets
 from cpupp.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def launch(
 
         started = time.monotonic()
         spec, raw = _load_file(file)
+        secrets = use_secrets(spec, os.environ)
         from cpupp.launch.records import new_run_id
         from cpupp.launch.supervisor import LaunchOptions
 
@@ -100,6 +102,7 @@ def launch(
             started=started,
             file=str(Path(file).absolute()),
             spec=raw,
+            secrets=secrets,
         )
         with _connected(spec, signals, grace_s=grace) as (sessions, facts):
             plan, commands = _make_plan(spec, facts)
@@ -154,6 +157,7 @@ def _plan(command: str, file: str, *, offline: bool, as_json: bool) -> None:
         from cpupp.render_plan import plan_data, plan_page
 
         spec = _load(file)
+        try_secrets(spec, None if offline else os.environ)
         if offline:
             made, commands = _make_plan(spec, {})
         else:
@@ -179,6 +183,7 @@ def doctor(
         from cpupp.render_report import report_data, report_page
 
         spec = _this_machine() if file is None else _load(file)
+        try_secrets(spec, os.environ)
         facts, failures = signals.wait(lambda: _examine(spec))
         report = diagnose(None if file is None else spec, facts, failures)
         ok = report.count("error") == 0
@@ -204,6 +209,7 @@ def bench_comm(
         from cpupp.plan.bench_comm import bench_commands
 
         spec = _load(file)
+        try_secrets(spec, None)
         with _connected(spec, signals, grace_s=1.0) as (sessions, facts):
             plan, commands = _make_plan(spec, facts)
             result = _measure(plan, bench_commands(plan, commands, quick=quick), sessions, signals, timeout)

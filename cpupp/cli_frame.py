@@ -34,7 +34,7 @@ def guard(command: str, as_json: bool) -> Iterator[None]:
         yield
     except CpuppError as error:
         if debug:
-            raise
+            _show_trace(error)
         _fail(command, as_json, error)
         raise typer.Exit(int(error.exit_code)) from None
     except Interrupted as error:
@@ -44,7 +44,8 @@ def guard(command: str, as_json: bool) -> Iterator[None]:
         raise
     except Exception as error:
         if debug:
-            raise
+            _show_trace(error)
+            raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
         hint = "this is a fault in cpupp: run again as `cpupp --debug ...` and report the traceback"
         _fail(command, as_json, CpuppError("INTERNAL", f"{type(error).__name__}: {error}", hint=hint))
         raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
@@ -57,6 +58,13 @@ def _fail(command: str, as_json: bool, error: CpuppError) -> None:
         print_envelope(command, ok=False, data=None, errors=flat(error))
     else:
         print_errors(flat(error))
+
+
+def _show_trace(error: Exception) -> None:
+    """Python's own hook would show secrets."""
+    from cpupp.render import print_trace
+
+    print_trace(error)
 
 
 def leave(code: int) -> None:

@@ -10,17 +10,39 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from cpupp.errors import CpuppError, CpuppErrors
+from cpupp.rank.agent_mask import Mask
 
+_mask = Mask()
 CONTRACT = 1
 """Version of the JSON envelope: it changes when a field is removed or changes its meaning."""
 
 WIDTH = 120
 UNWRAPPED = 100_000
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def hide(mask: Mask) -> None:
+    """Hide these secrets in all that is printed from now on, tracebacks of threads included."""
+    global _mask
+    _mask = mask
+    threading.excepthook = lambda failure: _print_trace(
+        traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+    )
+
+
+def print_trace(error: BaseException) -> None:
+    """Write the traceback of an error to stderr."""
+    _print_trace(traceback.format_exception(error))
+
+
+def _print_trace(lines: Sequence[str]) -> None:
+    write(sys.stderr, "".join(lines))
 
 
 class Page:
@@ -86,12 +108,16 @@ def page_width(stream: TextIO) -> int:
 
 
 def visible(text: str) -> str:
-    """Escape characters that would move the cursor or hide text: names and values come from files and hosts."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+    """Escape characters that would move the cursor or hide text: names and values come from files and hosts.
+
+    Secrets are hidden here already: once a text is wrapped, they would not be found.
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), _mask.text(text))
 
 
 def write(stream: TextIO, text: str) -> None:
     """Write and flush. A reader that went away (`| head`) is no error: the verb's exit code stays its own."""
+    text = _mask.text(text)
     try:
         stream.write(text)
         stream.flush()
@@ -154,3 +180,12 @@ def error_page(errors: Sequence[CpuppError], width: int = WIDTH) -> Page:
 def print_errors(errors: Sequence[CpuppError]) -> None:
     """Write errors to stderr: wrapped on a terminal, one line each in a file, where people search."""
     error_page(errors, page_width(sys.stderr) if sys.stderr.isatty() else UNWRAPPED).show(sys.stderr)
+
+
+def print_notes(texts: Iterable[str]) -> None:
+    """Write notes to stderr."""
+    page = Page(page_width(sys.stderr))
+    for text in texts:
+        page.prose(text, indent="", hang="note: ", style="yellow")
+    if page.lines:
+        page.show(sys.stderr)

@@ -13,6 +13,7 @@ from cpupp.plan.command import RankCommand
 from cpupp.plan.memory import GIB
 from cpupp.plan.network import url_host
 from cpupp.plan.plan import NodePlan, Plan, RankPlan
+from cpupp.plan.shown import SHOWN, shown_argv, shown_env
 from cpupp.render import WIDTH, Page
 
 MAX_PAIRS = 8
@@ -20,7 +21,6 @@ MAX_PAIRS = 8
 MAX_REASONS = 4
 """Beyond this number, reasons that differ in the hosts' names alone are told once."""
 _TWO_MACHINES = re.compile(r"^\S+ and \S+ (are|assumed to be) two machines")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 
 
 def plan_page(plan: Plan, commands: Sequence[RankCommand], width: int = WIDTH, *, with_commands: bool = True) -> Page:
@@ -160,32 +160,37 @@ def _commands(page: Page, commands: Sequence[RankCommand]) -> None:
     page.heading("Commands")
     for command in commands:
         page.line(f"  vLLM node {command.node_rank} on {command.host}:", "bold")
-        for text in environment_lines({**command.env, **command.site_env}):
+        for text in environment_lines({**shown_env(command), **command.site_env}):
             page.line(f"    {text} \\")
-        words = _by_flag(command.argv)
+        words = _by_flag(shown_argv(command.argv))
         for index, text in enumerate(words):
             more = " \\" if index < len(words) - 1 else ""
             page.line(f"    {'  ' if index else ''}{text}{more}")
     if commands:
-        dropped = " ".join(f"{prefix}*" for prefix in commands[0].drop_env)
-        page.prose(
-            f"{{site}}: the folder that the agent makes for the run. Not inherited there: {dropped}", style="dim"
-        )
+        _environment_notes(page, commands)
+
+
+def _environment_notes(page: Page, commands: Sequence[RankCommand]) -> None:
+    page.prose("{site}: the folder that the agent makes for the run", style="dim")
+    sources = {f"{name} from {source}" for command in commands for name, source in command.secrets.items()}
+    if sources:
+        page.prose(f"the launcher reads these secrets: {', '.join(sorted(sources))}", style="dim")
+    kept = " ".join(commands[0].keep_env)
+    page.prose(f"of each host's own environment, these alone reach vLLM, where they are set: {kept}", style="dim")
 
 
 def _by_flag(argv: Sequence[str]) -> list[str]:
-    """The command's start, then one flag with its values a line; values of secret flags are hidden."""
+    """The command's start, then one flag with its values a line."""
     lines: list[list[str]] = [[]]
-    secret = False
     for word in argv:
-        flag, equals, _ = word.partition("=")
         if word.startswith("--") and len(lines[0]) > 1:
             lines.append([])
-            secret = _SECRET.search(flag.replace("-", "_")) is not None
-            lines[-1].append(f"{flag}=***" if secret and equals else quote(word))
-        else:
-            lines[-1].append("***" if secret else quote(word))
+        lines[-1].append(_word(word))
     return [" ".join(line) for line in lines]
+
+
+def _word(word: str) -> str:
+    return word if word == SHOWN or word.endswith(f"={SHOWN}") else quote(word)
 
 
 def _notes(page: Page, plan: Plan) -> None:
@@ -200,7 +205,7 @@ def _notes(page: Page, plan: Plan) -> None:
 
 
 def plan_data(plan: Plan, commands: Sequence[RankCommand]) -> dict[str, Any]:
-    """The plan as JSON values. Exact: values of secret variables are in `commands`."""
+    """The plan as JSON values. Exact, but for values of secrets."""
     return {
         "name": plan.name,
         "model": {
@@ -282,9 +287,11 @@ def _command_data(command: RankCommand) -> dict[str, Any]:
     return {
         "host": command.host,
         "node_rank": command.node_rank,
-        "argv": list(command.argv),
-        "env": dict(command.env),
+        "argv": list(shown_argv(command.argv)),
+        "env": shown_env(command),
         "site_env": dict(command.site_env),
+        "secrets": dict(command.secrets),
+        "keep_env": list(command.keep_env),
         "drop_env": list(command.drop_env),
     }
 
@@ -329,5 +336,5 @@ _ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 def environment_lines(env: Mapping[str, str]) -> list[str]:
-    """`NAME=value` lines, quoted, secrets hidden."""
-    return [f"{name}={'***' if _SECRET.search(name) else quote(value)}" for name, value in sorted(env.items())]
+    """`NAME=value` lines, quoted."""
+    return [f"{name}={_word(value)}" for name, value in sorted(env.items())]

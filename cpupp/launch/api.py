@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.network import is_loopback, url_host
 from cpupp.plan.plan import Plan
+from cpupp.plan.secret import API_KEY_ENV, api_key_args
 
 _ANY = ("0.0.0.0", "::", "")  # compared with, never bound
 HEALTH_TIMEOUT = 5.0
@@ -31,13 +32,13 @@ class Answer:
 
 
 class HeadApi:
-    """Asks the API of a plan's head through the head's agent."""
+    """Asks the API of a plan's head through the head's agent. key: the API's, where a secret holds it."""
 
-    def __init__(self, plan: Plan, session: _Agent) -> None:
+    def __init__(self, plan: Plan, session: _Agent, key: str = "") -> None:
         self._session = session
         self._model = plan.served_name
         self._url = local_url(plan)
-        self._key = api_key(plan)
+        self._key = api_key(plan, key)
 
     def healthy(self) -> bool:
         """Whether /health answers 200."""
@@ -108,12 +109,10 @@ def public_url(plan: Plan) -> str:
     return f"http://{url_host(host)}:{plan.serve_port}/v1"
 
 
-def api_key(plan: Plan) -> str:
+def api_key(plan: Plan, secret: str = "") -> str:
     """The key that the API will ask for, empty when it asks for none: vLLM's --api-key goes before VLLM_API_KEY."""
-    given = next((value for name, value in plan.args.items() if name.replace("-", "_") == "api_key"), None)
-    keys = given if isinstance(given, list) else [given]
     head = next(host for host in plan.hosts if host.name == plan.head)
-    return next((str(key) for key in keys if key), head.env.get("VLLM_API_KEY", ""))
+    return next(iter(api_key_args(plan.args)), secret or head.env.get(API_KEY_ENV, ""))
 
 
 def _parse(status: int, text: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from cpupp.plan.failures import Failure, exit_text, order_failures
 from cpupp.plan.handoff import ErrorReport, GroupReport, HandoffError
 from cpupp.plan.lifecycle import SETTLE, mismatch
 from cpupp.plan.plan import HostPlan, Plan
+from cpupp.plan.shown import shown_command, shown_plan
 
 GRACE_S = 1.0
 _CAUSES = ("HOST-LOST", "RANK-SIGNAL", "RANK-START")
@@ -84,7 +85,9 @@ class BenchRun:
     def run(self) -> BenchResult:
         """Start, measure, take down. Whatever happens inside, every host is ordered to stop before this returns."""
         self._logs = open_logs(self.record.logs, {c.node_rank: c.host for c in self.commands})
-        self.record.write("plan.json", {"plan": self.plan, "commands": self.commands})
+        self.record.write(
+            "plan.json", {"plan": shown_plan(self.plan), "commands": [shown_command(c) for c in self.commands]}
+        )
         for session in self.sessions.values():
             session.on_event = lambda host, data: self._queue.put((host, data))
         self.tell(f"starting {len(self.commands)} ranks on {', '.join(self.sessions)}")

@@ -6,9 +6,11 @@ from importlib import resources
 from typing import Any
 
 from cpupp import __version__
+from cpupp.launch.secret import Secrets
 from cpupp.plan.command import SITE, RankCommand
 from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
 from cpupp.plan.plan import HostPlan
+from cpupp.plan.shown import literal_values
 
 _SINGLE = ("__init__.py", "errors.py", "plan/__init__.py", "plan/handoff.py", "plan/bench_order.py")
 
@@ -28,9 +30,10 @@ def site_files(host: HostPlan) -> dict[str, str]:
     return files
 
 
-def start_request(command: RankCommand, node: int, **handoff: Any) -> dict[str, Any]:
+def start_request(command: RankCommand, node: int, secrets: Secrets | None = None, **handoff: Any) -> dict[str, Any]:
     """Return the agent's `start` request for this command as its node number `node`.
 
+    secrets: where the values of `command.secrets` are; they reach the node alone, and its agent hides them.
     handoff: the fields of RankHandoff that depend on the run (`run`, `attempt`, `node_rank`, `num_nodes`, `mode`,
     `backend`) and on the plan's word about the host (`no_shm`).
     """
@@ -40,7 +43,10 @@ def start_request(command: RankCommand, node: int, **handoff: Any) -> dict[str, 
         "node": node,
         "argv": list(command.argv),
         "env": command.env,
+        "secrets": secrets.of(command) if secrets else {},
+        "mask": [*literal_values(command)],
         "site_env": {**command.site_env, HANDOFF_ENV: text},
+        "keep_env": list(command.keep_env),
         "drop_env": list(command.drop_env),
         "reports": reports,
     }

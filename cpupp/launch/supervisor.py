@@ -6,15 +6,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from cpupp.errors import CpuppError
-from cpupp.launch.api import Answer, HeadApi, api_key, local_url, public_url
+from cpupp.launch.api import Answer, HeadApi, local_url, public_url
 from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
 from cpupp.launch.run_file import RunFile, site_record
+from cpupp.launch.secret import Secrets
 from cpupp.launch.site import site_files, start_request
 from cpupp.plan.command import RankCommand
 from cpupp.plan.events import (
@@ -45,6 +46,7 @@ from cpupp.plan.failures import Failure
 from cpupp.plan.handoff import HandoffError, decode_report
 from cpupp.plan.lifecycle import State, initial_state, status_of, step
 from cpupp.plan.plan import HostPlan, Plan
+from cpupp.plan.shown import shown_command, shown_plan
 
 TICK = 0.2
 STOP_SLACK = 3.0
@@ -93,7 +95,7 @@ class View(Protocol):
 class LaunchOptions:
     """timeout: seconds until ready; grace: seconds between TERM and KILL; started: monotonic start of the command.
 
-    file: the cluster file's absolute path; spec: its bytes.
+    file: the cluster file's absolute path; spec: its bytes; secrets: values for the ranks, hidden in all records.
     """
 
     run: str
@@ -106,6 +108,7 @@ class LaunchOptions:
     started: float | None = None
     file: str = ""
     spec: bytes = b""
+    secrets: Secrets = field(default_factory=Secrets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +141,11 @@ class Supervisor:
         self.sessions = sessions
         self.options = options
         self.view = view
-        self.record = RunRecord(options.folder)
+        self.record = RunRecord(options.folder, options.secrets.mask)
         self.run_file = RunFile(self.record, plan, run=options.run, file=options.file)
         self.started = options.started if options.started is not None else time.monotonic()
         self.answer: Answer | None = None
-        self._api = HeadApi(plan, sessions[plan.head])
+        self._api = HeadApi(plan, sessions[plan.head], options.secrets.api_key(plan.head))
         self._hosts: dict[str, HostPlan] = {host.name: host for host in plan.hosts}
         self._queue: queue.SimpleQueue[Event | tuple[str, dict[str, Any]] | Exception] = queue.SimpleQueue()
         self._logs: dict[int, NodeLog] = {}
@@ -159,9 +162,11 @@ class Supervisor:
         """Start, watch, and take down. Whatever happens inside, every host is ordered to stop before this returns."""
         now = time.monotonic()
         options = self.options
-        self._logs = open_logs(self.record.logs, {n.node_rank: n.host for n in self.plan.nodes})
+        self._logs = open_logs(self.record.logs, {n.node_rank: n.host for n in self.plan.nodes}, options.secrets.mask)
         self.record.write("spec.yaml", options.spec)
-        self.record.write("plan.json", {"plan": self.plan, "commands": self.commands})
+        self.record.write(
+            "plan.json", {"plan": shown_plan(self.plan), "commands": [shown_command(c) for c in self.commands]}
+        )
         for session in self.sessions.values():
             session.on_event = lambda host, data: self._queue.put((host, data))
         state = initial_state(self.plan, timeout=options.timeout, ask=options.ask is not None, now=now)
@@ -281,7 +286,7 @@ class Supervisor:
             case AnnounceReady():
                 seconds = (state.ready_at or time.monotonic()) - self.started
                 self.record.event("ready", seconds=round(seconds, 3))
-                url, key = public_url(self.plan), bool(api_key(self.plan))
+                url, key = public_url(self.plan), self.plan.needs_key
                 self.view.ready(Ready(url=url, model=self.plan.served_name, seconds=seconds, needs_key=key))
             case Ask():
                 self._thread(self._ask)
@@ -330,6 +335,7 @@ class Supervisor:
         return start_request(
             command,
             command.node_rank,
+            self.options.secrets,
             run=self.options.run,
             attempt=self.options.attempt,
             node_rank=command.node_rank,

@@ -10,6 +10,7 @@ from cpupp.plan.bench_order import ALL_REDUCE, BENCH_ENV, HOP, PATHS, BenchGroup
 from cpupp.plan.command import RankCommand
 from cpupp.plan.model import ModelFacts, dtype_bytes
 from cpupp.plan.plan import Plan
+from cpupp.plan.secret import looks_secret
 
 KIB, MIB = 1 << 10, 1 << 20
 HOP_SIZES = (16 * KIB, 256 * KIB, MIB, 8 * MIB, 64 * MIB)
@@ -145,7 +146,7 @@ def bench_commands(plan: Plan, commands: Sequence[RankCommand], *, quick: bool) 
     made = []
     for rank in plan.ranks:
         node = commands[rank.node_rank]
-        env = {name: value for name, value in node.env.items() if name not in _NOT_OURS}
+        env = {name: value for name, value in node.env.items() if name not in _NOT_OURS and not looks_secret(name)}
         made.append(
             RankCommand(
                 host=rank.host,
@@ -153,6 +154,7 @@ def bench_commands(plan: Plan, commands: Sequence[RankCommand], *, quick: bool) 
                 argv=(node.argv[0], "-m", "cpupp.rank.bench_comm"),
                 env={**env, BENCH_ENV: bench_order(plan, rank.rank, quick=quick).encode()},
                 site_env=dict(node.site_env),
+                keep_env=node.keep_env,
                 drop_env=node.drop_env,
             )
         )

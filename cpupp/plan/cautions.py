@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 from cpupp.plan.backend import GroupPlan, memory_domains
 from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.exposure import exposures
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, Seat
 from cpupp.plan.memory import KV_ENV
-from cpupp.plan.network import Endpoint, everything_is_here, is_container_bridge, is_loopback
+from cpupp.plan.network import Endpoint, everything_is_here, is_loopback
+from cpupp.plan.secret import literal_warnings
 from cpupp.plan.shm_room import MIB, ShmRoom, hosts_without_room
 from cpupp.plan.threads import CorePlan
 from cpupp.plan.versions import known_faults, version_warning
@@ -45,6 +47,8 @@ def plan_warnings(
         if name in facts and len(spec.hosts) > 1:
             found += _endpoint_warnings(spec, name, endpoint)
     found += _kv_warnings(spec)
+    found += map(str, exposures(spec, endpoints))
+    found += literal_warnings(spec)
     return found
 
 
@@ -61,9 +65,6 @@ def _room_warnings(spec: ClusterSpec, rooms: tuple[ShmRoom, ...]) -> list[str]:
 
 
 def _endpoint_warnings(spec: ClusterSpec, name: str, endpoint: Endpoint) -> list[str]:
-    if is_container_bridge(endpoint.interface):
-        where = f"{endpoint.address} is on {endpoint.interface}, a bridge of containers or VMs"
-        return [f"host {name}: {where}: such addresses repeat on every host and lead nowhere"]
     if is_loopback(endpoint.address) and not everything_is_here(spec):
         return [f"host {name}: its data plane is loopback: no other machine can join"]
     return []

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 
 from cpupp.errors import CpuppError, CpuppErrors
 from cpupp.plan.backend import plan_rooms
-from cpupp.plan.command import DROPPED_ENV
+from cpupp.plan.exposure import exposures
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import CHECKS, Case, Finding, check, error, ok, warning
 from cpupp.plan.grid import make_grid, slots_equation
+from cpupp.plan.host_env import DROPPED_ENV, KEPT_ENV, passes
 from cpupp.plan.memory import GIB
 from cpupp.plan.model import model_facts
 from cpupp.plan.network import address_errors, data_plane, is_container_bridge, is_loopback
 from cpupp.plan.plan import make_plan
 from cpupp.plan.refusals import brings_tokenizer
+from cpupp.plan.secret import literal_warnings, looks_secret
 from cpupp.plan.shm_room import MIB, ShmRoom, shm_rooms
 from cpupp.plan.versions import known_faults, too_old, version_warning
 
@@ -318,15 +320,41 @@ def net_route(case: Case) -> Iterator[Finding]:
 @check("ENVIRONMENT", "variables of the host that would change vLLM behind the user's back")
 def environment(case: Case) -> Iterator[Finding]:
     """vllm #7074: what a login shell sets on one host and not on another."""
+    keep = (*KEPT_ENV, *(case.spec.engine.keep_env if case.spec else ()))
     for name, fact in case.facts.items():
-        dropped = {k: v for k, v in fact.environment.items() if k.startswith(DROPPED_ENV)}
-        kept = {k: v for k, v in fact.environment.items() if k not in dropped}
-        if dropped:
+        kept = {k: v for k, v in fact.environment.items() if passes(k, keep)}
+        left = {k: v for k, v in fact.environment.items() if k not in kept}
+        wanted = {k: v for k, v in left.items() if k.startswith(DROPPED_ENV) or looks_secret(k)}
+        if wanted:
             cause = "the ranks do not inherit them: the plan's environment is the same on every host"
-            fix = "put what is meant into engine.env"
-            yield warning(name, "variables that are not passed on", evidence=_table(dropped), cause=cause, fix=fix)
+            fix = "put what is meant into engine.env, a secret into engine.secrets"
+            yield warning(name, "variables that are not passed on", evidence=_table(wanted), cause=cause, fix=fix)
+        if left.keys() - wanted.keys():
+            others = ", ".join(sorted(left.keys() - wanted.keys()))
+            yield ok(name, "not passed on, unless engine.keep_env names them", others)
         if kept:
             yield ok(name, "variables that are passed on", _table(kept))
+
+
+@check("EXPOSED", "neither the API nor the data plane is open to strangers, and the file holds no secret")
+def exposed(case: Case) -> Iterator[Finding]:
+    """The warnings of a plan about doors, each with how to close it."""
+    if case.spec is None:
+        return
+    try:
+        endpoints = data_plane(case.spec, case.facts)
+    except CpuppError:  # NET-ADDRESS says it
+        endpoints = {}
+    doors = exposures(case.spec, endpoints)
+    for door in doors:
+        yield warning(door.host, door.what, evidence=door.why, cause="it is open to strangers", fix=door.fix)
+    literals = literal_warnings(case.spec)
+    for text in literals:
+        what, _, cure = text.partition(": ")
+        cause = "whoever reads the file has it"
+        yield warning("", what, evidence="the cluster file", cause=cause, fix=cure)
+    if not doors and not literals:
+        yield ok("", "nothing is open to strangers", f"the API listens on {case.spec.serve.host}")
 
 
 @check("PLAN", "a launch with this file and these facts is possible")

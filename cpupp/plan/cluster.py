@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from cpupp.plan.secret_source import is_outer_source, is_source, is_variable
+
 _SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s/-][^:@\s/]*))(?::(?P<port>\d{1,5}))?")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
@@ -78,6 +80,22 @@ def _ip_address(value: Any) -> Any:
     return value
 
 
+def _secret_source(value: Any) -> Any:
+    if not isinstance(value, str) or is_source(value):
+        return value
+    # Not a word of the value: it may be the secret itself.
+    raise SpecValueError("says where the value is, and is not the value", f"write {_SOURCES}")
+
+
+def _key_source(value: Any) -> Any:
+    if not isinstance(value, str) or is_variable(value) or is_outer_source(value):
+        return value
+    raise SpecValueError("names a variable, and is not the key", "write NAME (of the launcher's variable) or file:PATH")
+
+
+_SOURCES = "env (the launcher's variable of that name), env:OTHER_NAME, or file:PATH (its first line)"
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -98,12 +116,20 @@ class ParallelSpec(_Strict):
     layers: list[Annotated[int, Field(ge=1)]] | None = None
 
 
+SecretSource = Annotated[str, BeforeValidator(_secret_source)]
+
+
 class EngineSpec(_Strict):
-    """How vLLM runs: its Python, `vllm serve` arguments, environment, and which communicator is injected."""
+    """How vLLM runs: its Python, `vllm serve` arguments, environment, and which communicator is injected.
+
+    secrets: variable -> where the launcher finds its value; keep_env: what else of a host's own environment passes.
+    """
 
     python: str = Field(default="python3", min_length=1)
     args: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
+    secrets: dict[str, SecretSource] = Field(default_factory=dict)
+    keep_env: list[str] = Field(default_factory=list)
     executor: Annotated[Literal["mp"], _choice(("mp",), "executor")] = "mp"
     communicator: Annotated[
         Literal["links", "fallback", "stock"], _choice(("links", "fallback", "stock"), "communicator")
@@ -115,6 +141,7 @@ class HostEngineSpec(_Strict):
 
     python: str | None = Field(default=None, min_length=1)
     env: dict[str, str] = Field(default_factory=dict)
+    secrets: dict[str, SecretSource] = Field(default_factory=dict)
 
 
 class HostSpec(_Strict):
@@ -139,10 +166,11 @@ class NetworkSpec(_Strict):
 
 
 class ServeSpec(_Strict):
-    """Where the API listens on the head."""
+    """Where the API listens on the head. api_key_env: where the launcher finds its key: a variable, or `file:PATH`."""
 
     host: str = Field(default="0.0.0.0", min_length=1)
     port: int = Field(default=8000, ge=1, le=65535)
+    api_key_env: Annotated[str | None, BeforeValidator(_key_source)] = None
 
 
 class ClusterSpec(_Strict):

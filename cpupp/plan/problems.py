@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from cpupp.plan.cluster import keys_at, read_spec
+from cpupp.plan.secret import looks_secret
 
 Path = tuple[str | int, ...]
 
@@ -20,6 +21,7 @@ _HOMES = {
     "pipeline": "parallel", "tensor": "parallel", "layers": "parallel",
     "ssh": "hosts[]", "local": "hosts[]", "address": "hosts[]", "slots": "hosts[]", "cores": "hosts[]",
     "python": "engine", "args": "engine", "env": "engine", "executor": "engine", "communicator": "engine",
+    "secrets": "engine", "keep_env": "engine", "api_key_env": "serve",
     "interface": "network", "master_addr": "network", "master_port": "network", "backend": "network",
     "host": "serve", "port": "serve",
 }  # fmt: skip
@@ -31,6 +33,7 @@ _ALIASES = {
     "nodes": "hosts", "machines": "hosts", "workers": "hosts", "nnodes": "hosts",
     "user": "hosts[].ssh (me@host:port)", "ip": "hosts[].address", "addr": "hosts[].address",
     "gpus": "hosts[].slots", "ranks": "hosts[].slots", "nproc": "hosts[].slots",
+    "api_key": "serve.api_key_env", "hf_token": "engine.secrets", "secret": "engine.secrets",
     "ifname": "network.interface", "iface": "network.interface", "nic": "network.interface",
 }  # fmt: skip
 """Words of other tools for the same thing."""
@@ -134,6 +137,8 @@ def _wrong_value(kind: str, path: Path, record: Mapping[str, Any]) -> tuple[str,
             "use letters, digits, dot, dash and underscore, at most 63, a letter or digit first",
         )
     wanted = _KINDS.get(kind, "another kind of value")
+    if "secrets" in path or (path and looks_secret(str(path[-1]))):  # not a word of what may be the secret itself
+        return f"must be {wanted}", "docs/yaml.md lists every key with its kind"
     return f"must be {wanted}, not {describe(value)}", _kind_hint(kind, path, value)
 
 

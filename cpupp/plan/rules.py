@@ -16,6 +16,7 @@ from cpupp.plan.grid import equation
 from cpupp.plan.memory import KV_ENV
 from cpupp.plan.network import is_loopback
 from cpupp.plan.problems import Path, Problem, describe
+from cpupp.plan.secret_rules import keep_problems, key_problems, secret_problems
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ARG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
@@ -36,6 +37,8 @@ def rule_problems(data: Any) -> list[Problem]:
         *_network(data),
         *_args(data),
         *_env(data, hosts),
+        *_secrets(data, hosts),
+        *keep_problems(_section(data, "engine")),
     ]
 
 
@@ -203,6 +206,15 @@ def _env(data: Mapping[Any, Any], hosts: list[tuple[int, Mapping[Any, Any]]]) ->
     yield from _env_of(("engine", "env"), _section(data, "engine").get("env"))
     for index, host in hosts:
         yield from _env_of(("hosts", index, "engine", "env"), _section(host, "engine").get("env"))
+
+
+def _secrets(data: Mapping[Any, Any], hosts: list[tuple[int, Mapping[Any, Any]]]) -> Iterator[Problem]:
+    engine = _section(data, "engine")
+    yield from secret_problems(engine, ("engine",))
+    for index, host in hosts:
+        yield from secret_problems(_section(host, "engine"), ("hosts", index, "engine"))
+    head = next((_section(host, "engine") for index, host in hosts if index == 0), {})
+    yield from key_problems(_section(data, "serve"), engine, head)
 
 
 def _env_of(path: Path, env: Any) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ import urllib.error
 import urllib.request
 from typing import Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
-from . import agent_net, agent_probe, agent_proc, agent_site
+from . import agent_env, agent_net, agent_probe, agent_proc, agent_site
 from .agent_children import Children
 from .agent_node import Node, NodeError
 from .agent_outbox import Outbox
@@ -200,20 +200,11 @@ class Agent:
 
     def _order(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
         """Everything that a keeper needs; see agent_keeper."""
-        drop = tuple(request.get("drop_env", ()))
-        environment = {
-            name.decode("utf-8", "surrogateescape"): value.decode("utf-8", "surrogateescape")
-            for name, value in os.environb.items()
-        }
-        environment = {name: value for name, value in environment.items() if not (drop and name.startswith(drop))}
-        environment.update(request.get("env", {}))
-        for name, value in request.get("site_env", {}).items():
-            environment[name] = value.replace("{site}", self.site)
         argv = [os.path.expanduser(request["argv"][0]), *request["argv"][1:]]
         return {
             "node": number,
             "argv": argv,
-            "env": environment,
+            "env": agent_env.node_environment(request, self.site),
             "cwd": os.path.expanduser(request.get("cwd") or os.getcwd()),
             "cores": list(request.get("cores") or ()),
             "log": os.path.join(self.site, "logs", f"node{number}.log"),

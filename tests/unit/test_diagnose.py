@@ -16,7 +16,7 @@ from cpupp.plan.findings import Finding
 from cpupp.render_report import catalogue_text, report_data, report_page
 from tests.unit.factory import cluster, engine, host, machines, model_folder, one_machine, port, route
 
-PAIR = cluster("a", "b", pipeline=2)
+PAIR = cluster("a", "b", pipeline=2, serve={"host": "127.0.0.1"})
 MIB = 1 << 20
 
 

@@ -51,7 +51,7 @@ def test_a_bridge_that_the_user_names_is_taken_with_a_warning() -> None:
     spec = cluster({"name": "a", "address": "172.17.0.1"}, "b", pipeline=2)
     plan = make_plan(spec, {"a": bridged(), "b": host("b", 2)})
     assert plan.nodes[0].endpoint.interface == "docker0"
-    assert any(text.startswith("host a: 172.17.0.1 is on docker0, a bridge") for text in plan.warnings)
+    assert any(text.startswith("host a: 172.17.0.1 is on docker0, a bridge of containers") for text in plan.warnings)
 
 
 def test_ssh_and_data_address_may_differ() -> None:  # sparkrun #157
