@@ -107,6 +107,19 @@ class AgentSession:
             with self._state:
                 self._pending.pop(number, None)
 
+    def detach(self, timeout_s: float = 30.0, **params: Any) -> None:
+        """Leave what runs on the host to itself: the agent stays and guards it, this connection ends.
+
+        params: of the operation, `record` and `patterns`. Raises CpuppError, and then the agent is on its leash still.
+        """
+        assert self._connection is not None
+        self.request("detach", timeout=timeout_s, **params)
+        self._closing.set()
+        self._connection.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self.heartbeat_s)
+
     def close(self, timeout_s: float = 12.0) -> None:
         """Stop what runs on the host, end the agent, close the connection. Never raises, never takes longer.
 

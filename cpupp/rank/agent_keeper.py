@@ -4,9 +4,9 @@ A process of its own, started by the agent, in its own session, and adopter of e
 starts the node and ends it - all descendants, however they moved themselves away - when the agent says so, when the
 agent is gone or deaf, or when the node's main process has exited. The agent in turn watches the keeper.
 
-Orders arrive as lines on a descriptor of their own: first the node to start, then empty lines as heartbeat and
-`{"stop": grace_s}`. Status lines go to stdout: spawned, error, died (another process of the node than its main one),
-exited, shm, gone, and `{}` as heartbeat.
+Orders arrive as lines on a descriptor of their own: first the node to start, then empty lines as heartbeat,
+`{"leash": leash_s, "grace": grace_s}` and `{"stop": grace_s}`. Status lines go to stdout: spawned, error, died (another
+process of the node than its main one), exited, shm, gone, and the pids of the node's processes as heartbeat.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import agent_proc, agent_site
 
 TICK_S = 1.0
 SLOWEST_SCAN_S = 4.0
-CHUNK = 100  # shm entries in a status line, which must stay below PIPE_BUF to be written whole
+CHUNK = 100  # entries in a status line, which must stay below PIPE_BUF to be written whole
 
 
 class Keeper:
@@ -113,8 +113,8 @@ class Keeper:
             self.stop(self.grace_s)
         if now >= self.next_tick:
             self.next_tick = now + TICK_S
-            self.tell({})
             self.look()
+            self.tell_living()
         if now >= self.next_scan:
             self.scan()
             self.next_scan = time.monotonic() + self.scan_every
@@ -132,7 +132,11 @@ class Keeper:
         """Act on complete lines, keep the rest."""
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         for line in filter(None, lines):
-            self.stop(json.loads(line)["stop"])
+            order = json.loads(line)
+            if "stop" in order:
+                self.stop(order["stop"])
+            else:
+                self.leash_s, self.grace_s = order["leash"], order["grace"]
 
     def stop(self, grace_s: float) -> None:
         """Remember that the node must end; a shorter grace wins."""
@@ -189,6 +193,12 @@ class Keeper:
         for pid in agent_proc.descendants([os.getpid()], table) - {self.main_pid}:
             if not table[pid].ended:
                 self.living[pid] = table[pid].start
+
+    def tell_living(self) -> None:
+        """Name the node's processes, which is also this keeper's sign of life."""
+        pids = [*([self.main_pid] if self.main_pid else []), *sorted(self.living)]
+        for start in range(0, max(1, len(pids)), CHUNK):
+            self.tell({"pids": pids[start : start + CHUNK], "from": start})
 
     def tell_death(self, pid: int, code: int | None) -> None:
         """Report the end of a process while the node should run; at the node's own end it is no news."""

@@ -6,19 +6,18 @@ and passes on what is new. Events of one node are sent by that thread alone, in 
 
 from __future__ import annotations
 
-import codecs
 import collections
 import contextlib
-import ctypes
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
-from . import agent_proc
+from . import agent_oom, agent_proc
+from .agent_output import Output
 
 if TYPE_CHECKING:
     from .agent_children import Children
@@ -27,51 +26,9 @@ if TYPE_CHECKING:
 # The launcher's remote command is the same text; the keeper's source travels on its stdin.
 START = 'import sys;n=int(sys.stdin.buffer.readline());exec(compile(sys.stdin.buffer.read(n),"cpupp-keeper","exec"))'
 
-CHUNK = 48 * 1024
-POLL_S = 0.05
-PUNCH_EVERY = 8 << 20  # bytes of a log passed on, after which their disk blocks are given back
-FALLOC_PUNCH_HOLE = 0x01 | 0x02  # with FALLOC_FL_KEEP_SIZE
-
 
 class NodeError(Exception):
     """The node's process could not be started; the text is the host's own."""
-
-
-class Follower:
-    """Reads what is appended to a file, piece by piece, decoded as UTF-8 with surrogateescape."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.offset = 0
-        self.punched = 0
-        self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-
-    def read(self) -> tuple[int, str]:
-        """Return the number of new bytes (0 when there are none) and their text, which may lag by a half character."""
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return 0, ""
-        try:
-            data = os.pread(descriptor, CHUNK, self.offset)
-            self.offset += len(data)
-            if self.offset - self.punched > PUNCH_EVERY:
-                _give_back(descriptor, self.offset)
-                self.punched = self.offset
-        finally:
-            os.close(descriptor)
-        return len(data), self.decoder.decode(data)
-
-    def end(self) -> str:
-        """Return the text of a half character that will not be completed."""
-        return self.decoder.decode(b"", True)
-
-
-def _give_back(descriptor: int, length: int) -> None:
-    # A run lives for weeks: what the launcher has is not kept here twice. Only a hole can be made without a race
-    # against the ranks' appends; file systems that cannot do it keep the data.
-    libc = ctypes.CDLL(None)
-    libc.fallocate(descriptor, FALLOC_PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(length))
 
 
 class Node:
@@ -85,24 +42,27 @@ class Node:
         outbox: Outbox,
         children: Children,
         sources: dict[str, str],
+        listen: Callable[[dict[str, Any]], None],
     ) -> None:
         self.number = number
         self.order = order
-        self.outbox = outbox
+        self.output = Output(number, order["log"], reports, outbox, listen)
         self.children = children
         self.sources = sources
-        self.log = Follower(order["log"])
-        self.reports = Follower(reports)
-        self.report_part = ""
+        self.kernel = agent_oom.KernelWord()
         self.strangers = set(agent_proc.shm_files(owned_only=False).values())
         self.segments: set[tuple[int, int]] = set()
         self.exited = False
+        self.exit_code: int | None = None
+        self.pids: list[int] = []  # its processes, as the keeper saw them last
         self.stopped = False
         self.main_pid = 0
         self.heard = time.monotonic()
         self.hurry = threading.Event()  # set when output may be left behind
         self.gone = threading.Event()  # nothing of the node runs any more
         self.drained = threading.Event()  # and all its events were queued
+        self._detach: list[str] | None = None
+        self._detached = threading.Event()
         self._statuses: collections.deque[dict[str, Any]] = collections.deque()
         self._first = threading.Event()
         self._error = ""
@@ -152,6 +112,17 @@ class Node:
         if time.monotonic() - self.heard > silence_s:
             self.kill_keeper()
 
+    @property
+    def runs(self) -> bool:
+        """Whether its main process was started and has not ended."""
+        return bool(self.main_pid) and not self.exited and not self.gone.is_set()
+
+    def detach(self, leash_s: float, grace_s: float, patterns: list[str]) -> bool:
+        """Keep the output here from now on; the keeper is less patient with the agent. Returns whether it is done."""
+        self._order(json.dumps({"leash": leash_s, "grace": grace_s}).encode())
+        self._detach = patterns
+        return self._detached.wait(10.0)
+
     def stop(self, grace_s: float) -> None:
         """Order the keeper to end the node. Returns at once; `gone` is set when nothing is left."""
         self.stopped = True
@@ -186,9 +157,12 @@ class Node:
             if "error" in status:
                 self._error, finished = status["error"], True
             self.segments.update(tuple(entry) for entry in status.get("shm", ()))
+            if "pids" in status:
+                self.pids[status["from"] :] = status["pids"]
             finished = finished or "gone" in status
-            self.exited = self.exited or "exited" in status
-            if status and "shm" not in status:
+            if "exited" in status:
+                self.exited, self.exit_code = True, status["exited"]
+            if not status.keys() & {"shm", "pids"}:
                 self._statuses.append(status)
                 self._first.set()
         code = keeper.wait()
@@ -215,49 +189,47 @@ class Node:
             return
         self._statuses.append({"keeper_lost": words})
         if not self.exited:
-            self._statuses.append({"exited": codes.get(self.main_pid, -9)})
+            self.exited, self.exit_code = True, codes.get(self.main_pid, -9)
+            self._statuses.append({"exited": self.exit_code})
         self._statuses.append({"gone": removed, "left": sorted(left)})
 
     def _follow(self) -> None:
         """Send output, reports and statuses in order until the node is gone."""
+        output = self.output
         while True:
+            if self._detach is not None and not self._detached.is_set():
+                output.detach(self._detach)
+                self._detached.set()
             status = self._statuses.popleft() if self._statuses else None
             if status is not None and "spawned" in status:
-                self._emit("spawned", pid=status["spawned"])
+                output.emit("spawned", pid=status["spawned"])
                 continue
             # First what was written before the status, as far as it is present now.
-            while self._pass_on() and not self.hurry.is_set():
+            while output.pass_on(self.hurry.is_set()) and not self.hurry.is_set():
                 pass
             if status is None:
-                time.sleep(POLL_S)
+                time.sleep(output.poll_s)
                 continue
             if "gone" in status:
                 self.gone.wait(1.0)  # the keeper's own end: after this event a new attempt may begin
-                rest = self.log.end()
-                if rest:
-                    self._emit("output", data=rest)
-                self._emit("gone", segments=status["gone"], left=status.get("left", []))
+                output.end()
+                output.emit("gone", segments=status["gone"], left=status.get("left", []))
                 self.drained.set()
                 return
             if "exited" in status:
-                self._emit("exited", code=status["exited"], stopped=self.stopped)
+                why = self._why(self.main_pid, status["exited"])
+                output.emit("exited", code=status["exited"], stopped=self.stopped, **why)
             if "died" in status:
-                self._emit("process_exited", pid=status["died"], code=status["code"])
+                output.emit(
+                    "process_exited",
+                    pid=status["died"],
+                    code=status["code"],
+                    **self._why(status["died"], status["code"]),
+                )
             if "keeper_lost" in status:
-                self._emit("keeper_lost", message=status["keeper_lost"])
+                output.emit("keeper_lost", message=status["keeper_lost"])
 
-    def _pass_on(self) -> bool:
-        """Send at most one piece of each file. Returns whether there was any."""
-        if not self.outbox.wait_for_room(POLL_S):
-            return not self.hurry.is_set()
-        num_reported, text = self.reports.read()
-        *lines, self.report_part = (self.report_part + text).split("\n")
-        for line in filter(None, lines):
-            self._emit("report", line=line)
-        num_written, text = self.log.read()
-        if text:
-            self._emit("output", data=text)
-        return bool(num_written or num_reported)
-
-    def _emit(self, event: str, **data: Any) -> None:
-        self.outbox.put({"event": event, "node": self.number, **data})
+    def _why(self, pid: int, code: int | None) -> dict[str, str]:
+        """The kernel's own word for the end of a process that was killed, where it can be read."""
+        word = self.kernel.about(pid) if code == -9 and not self.stopped else ""
+        return {"why": word} if word else {}

@@ -15,10 +15,13 @@ import secrets
 import shutil
 import socket
 import stat
+import time
 from typing import Any
 
+from . import agent_proc, agent_records
+
 ALIVE = "alive"
-RECORD = "site.json"
+RECORD = agent_records.RECORD
 FOLDERS = ("tmp", "rpc", "logs")
 
 # `<site>/rpc/<uuid>` is the path of a unix socket, of which the kernel takes 107 bytes.
@@ -53,13 +56,18 @@ def hold(site: str) -> int:
     return descriptor
 
 
-def make_site(run: str, attempt: int, host: str, files: dict[str, str]) -> tuple[str, int]:
+def make_site(
+    run: str, attempt: int, host: str, files: dict[str, str], told: dict[str, Any] | None = None
+) -> tuple[str, int]:
     """Create the site folder (0700) with its files; return its path and the descriptor that holds it.
 
+    told: what the launcher wants to be found in the site's record, under the key `record`.
     A place that allows no execution (torch maps compiled code from TMPDIR) is used only when there is no other.
     Raises SiteError when every place fails.
     """
-    record = {"run": run, "attempt": attempt, "host": host, "agent": os.getpid(), **_identity()}
+    own = agent_proc.read_process(os.getpid())
+    agent = {"agent": os.getpid(), "agent_start": own.start if own else 0}
+    record = {"run": run, "attempt": attempt, "host": host, **agent, **identity(), "record": told or {}}
     reasons = []
     for executable in (True, False):
         for base in places():
@@ -135,25 +143,52 @@ def remove_site(site: str) -> bool:
     """Remove the site unless somebody still holds it. Returns whether it is gone.
 
     The caller must have closed its own descriptor. Several callers at the same moment are safe: the last one that let
-    go gets the exclusive lock.
+    go gets the exclusive lock. A detached run leaves its record.
     """
     try:
         descriptor = os.open(os.path.join(site, ALIVE), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return not os.path.exists(site)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _lock_alone(descriptor):
+            return False
+        if agent_records.is_detached(site):
+            agent_records.keep(site)
         remove_tree(site)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        return False
     finally:
         os.close(descriptor)
     # The place itself goes too when this was the last site in it.
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(site))
     return True
+
+
+def _lock_alone(descriptor: int) -> bool:
+    for delay_s in (0.02, 0.05, 0.0):  # somebody may just ask whether it is held
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            time.sleep(delay_s)
+        else:
+            return True
+    return False
+
+
+def is_held(site: str) -> bool:
+    """Whether a process of cpupp still needs the site."""
+    try:
+        descriptor = os.open(os.path.join(site, ALIVE), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def remove_tree(path: str) -> None:
@@ -171,6 +206,7 @@ def sweep_sites() -> list[str]:
     """Remove the sites of this user that crashed agents of this very host left behind; return their paths."""
     swept = []
     for base in places():
+        agent_records.sweep(base, time.time())
         with contextlib.suppress(OSError):
             for entry in os.scandir(base):
                 if entry.is_dir(follow_symlinks=False) and _is_dead(entry.path) and remove_site(entry.path):
@@ -180,13 +216,10 @@ def sweep_sites() -> list[str]:
 
 def _is_dead(site: str) -> bool:
     # Locks may not reach over NFS, so another host's folder in a shared home is never judged.
-    try:
-        with open(os.path.join(site, RECORD), encoding="utf-8") as file:
-            record = json.load(file)
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and all(record.get(key) == value for key, value in _identity().items())
+    record = agent_records.read_json(site, RECORD)
+    return record is not None and all(record.get(key) == value for key, value in identity().items())
 
 
-def _identity() -> dict[str, str]:
+def identity() -> dict[str, str]:
+    """Return what tells this machine, since it was started, from others that may share a home with it."""
     return {"boot_id": boot_id(), "hostname": socket.gethostname()}
