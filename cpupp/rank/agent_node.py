@@ -100,6 +100,7 @@ class Node:
         """Return the main process's pid once it runs. Raises NodeError when it cannot be executed."""
         self._first.wait()
         if self._error:
+            self.kernel.close()
             raise NodeError(self._error)
         threading.Thread(target=self._follow, name=f"follow-{self.number}", daemon=True).start()
         return self.main_pid
@@ -213,6 +214,7 @@ class Node:
             if "gone" in status:
                 self.gone.wait(1.0)  # the keeper's own end: after this event a new attempt may begin
                 output.end()
+                self.kernel.close()
                 output.emit("gone", segments=status["gone"], left=status.get("left", []))
                 self.drained.set()
                 return

@@ -48,6 +48,6 @@ def test_login_shells_start_it(shell: str) -> None:
 
 def test_an_old_python_is_told_so() -> None:
     text = agent_payload().partition(b"\n")[2].replace(b"OLDEST = (3, 8)", b"OLDEST = (99, 0)")
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-"], input=text, capture_output=True, timeout=60, check=False)
     assert done.returncode == 78
     assert b"cpupp needs python3 >= 3.8 on the host, " in done.stderr
