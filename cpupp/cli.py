@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +20,10 @@ from cpupp.cli_secrets import try_secrets, use_secrets
 from cpupp.errors import ExitCode
 
 if TYPE_CHECKING:
-    from cpupp.launch.supervisor import LaunchOptions
+    from cpupp.launch.contract import LaunchOptions
     from cpupp.plan.cluster import ClusterSpec
     from cpupp.plan.command import RankCommand
+    from cpupp.plan.facts import HostFacts
     from cpupp.plan.plan import Plan
     from cpupp.signals import Signals
 
@@ -43,7 +44,7 @@ app.add_typer(bench, name="bench")
 _File = Annotated[str, typer.Argument(metavar="FILE", help="The cluster file (YAML).", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout instead of text.")]
 MAX_SECONDS = 10_000_000
-"""Four months: enough for any start, and a time that every clock and lock of the system can wait for."""
+"""As cpupp.plan.cluster has it, which is too heavy for the help."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,9 +70,11 @@ def launch(
         str | None, typer.Option(metavar="TEXT", help="Ask one question, print the answer on stdout, stop.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to --ask, in tokens.")] = 128,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when the model serves; the run goes on.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=1, max=MAX_SECONDS, help="Seconds until the model must be ready.")
-    ] = 600.0,
+        float | None,
+        typer.Option(min=1, max=MAX_SECONDS, help="Seconds until the model must be ready, in all.", show_default=False),
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds between TERM and KILL when stopping.")
     ] = 5.0,
@@ -79,18 +82,23 @@ def launch(
     as_json: _Json = False,
 ) -> None:
     """Start the model on all hosts and serve it until Ctrl-C."""
+    if detach and ask is not None:
+        raise typer.BadParameter("a run that is to go on cannot stop after --ask", param_hint="'--detach'")
     if dry_run:
         _plan("launch", file, offline=False, as_json=as_json)
         return
     with _guard("launch", as_json), _signals() as signals:
         import time
 
+        from cpupp.launch.contract import LaunchOptions
+        from cpupp.launch.records import new_run_id
+        from cpupp.plan.refusals import detach_error
+
         started = time.monotonic()
         spec, raw = _load_file(file)
         secrets = use_secrets(spec, os.environ)
-        from cpupp.launch.records import new_run_id
-        from cpupp.launch.supervisor import LaunchOptions
-
+        if detach and (error := detach_error(spec)) is not None:
+            raise error
         run = new_run_id()
         options = LaunchOptions(
             run=run,
@@ -103,16 +111,43 @@ def launch(
             file=str(Path(file).absolute()),
             spec=raw,
             secrets=secrets,
+            detach=detach,
         )
         with _connected(spec, signals, grace_s=grace) as (sessions, facts):
             plan, commands = _make_plan(spec, facts)
             _show_plan(plan, commands)
+            options = _for_restarts(options, spec, plan, facts)
             result = _run(plan, commands, sessions, signals, options)
         _finish_launch(plan, result, as_json)
 
 
+def _for_restarts(
+    options: LaunchOptions, spec: ClusterSpec, plan: Plan, facts: Mapping[str, HostFacts]
+) -> LaunchOptions:
+    """What another attempt needs beside the plan: other ports of the head, and a way back to a lost host."""
+    from dataclasses import replace
+
+    from cpupp.launch.session import open_session
+
+    hosts = {host.name: host for host in spec.hosts}
+
+    def reopen(name: str) -> Any:
+        return open_session(hosts[name], spec.deadlines.connect, grace_s=options.grace)
+
+    ports = facts[plan.head].free_ports if spec.network.master_port == "auto" else ()
+    return replace(
+        options,
+        spare_ports=tuple(port for port in ports if port not in (plan.master_port, plan.serve_port)),
+        reopen=reopen,
+    )
+
+
 def _run(
-    plan: Plan, commands: tuple[RankCommand, ...], sessions: Mapping[str, Any], signals: Signals, options: LaunchOptions
+    plan: Plan,
+    commands: tuple[RankCommand, ...],
+    sessions: MutableMapping[str, Any],
+    signals: Signals,
+    options: LaunchOptions,
 ) -> Any:
     from cpupp.launch.supervisor import Supervisor
     from cpupp.render_launch import LaunchView
@@ -283,12 +318,12 @@ def _load_file(file: str) -> tuple[ClusterSpec, bytes]:
 @contextmanager
 def _connected(
     spec: ClusterSpec, signals: Signals, **options: Any
-) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Open a session to every host and ask each for its facts; the sessions are closed at the end, whatever happens."""
     from cpupp.launch.probe import probe_hosts
     from cpupp.launch.session import open_sessions
 
-    sessions = signals.wait(lambda: open_sessions(spec, **options))
+    sessions: dict[str, Any] = dict(signals.wait(lambda: open_sessions(spec, **options)))
     try:
         yield sessions, signals.wait(lambda: probe_hosts(spec, sessions))
     finally:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-    from cpupp.launch.supervisor import Ready, RunResult
+    from cpupp.launch.contract import Ready
+    from cpupp.launch.result import RunResult
     from cpupp.plan.failures import Failure
 
 MAX_LAST_LINES = 20
@@ -36,7 +37,7 @@ class _Row:
 class LaunchView:
     """Live progress: a table on a terminal, one line for each change of phase elsewhere; log lines with host and ranks.
 
-    Implements launch/supervisor.py's View. A reader of stderr that goes away never ends the run.
+    Implements launch/contract.py's View. A reader of stderr that goes away never ends the run.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class LaunchView:
         self._plan = plan
         self._started = time.monotonic() if started is None else started
         self._rows = {n.node_rank: _Row(host=n.host, ranks=ranges(n.ranks)) for n in plan.nodes}
-        self._live: Live | None = _start_live(self._stream, self._table) if self._stream.isatty() else None
         self._starting = True
+        self._coming = ""
+        self._live: Live | None = _start_live(self._stream, self._table) if self._stream.isatty() else None
         # A start takes minutes: without a table, silence would look like a hang.
         self._printer = Printer(self._print, idle=None if self._live else self._still, idle_s=idle_s)
 
@@ -58,6 +60,13 @@ class LaunchView:
         if self._live is None:
             self._line(f"{seconds:6.1f} s  {self._prefix(node_rank)} {phase}")
 
+    def milestone(self, name: str, coming: str, limit_s: float | None, seconds: float) -> None:
+        """Show what all vLLM nodes have reached, and how long they have for the next. seconds: since the launch."""
+        self._starting = True
+        self._coming = f"{name} (all); {coming} within {limit_s:g} s" if limit_s is not None else f"{name} (all)"
+        if self._live is None:
+            self._line(f"{seconds:6.1f} s  {self._coming}")
+
     def log(self, node_rank: int, host: str, line: str) -> None:
         """Show one line of a vLLM node's output."""
         self._line(f"{self._prefix(node_rank)} {line}", may_drop=True)
@@ -65,11 +74,13 @@ class LaunchView:
     def ready(self, ready: Ready) -> None:
         """Show the endpoint and how to ask it."""
         self._starting = False
+        self._coming = ""
         page = Page(page_width(self._stream))
         page.line()
         page.line(f"ready after {ready.seconds:.1f} s: {ready.model} at {ready.url}", "bold green")
         page.line(f"  {curl_line(ready.url, ready.model, needs_key=ready.needs_key)}")
-        page.line("  Ctrl-C stops all vLLM nodes")
+        if not ready.stays:
+            page.line("  Ctrl-C stops all vLLM nodes")
         page.line()
         self._printer.put(page.lines)
 
@@ -127,11 +138,12 @@ class LaunchView:
 
         now = time.monotonic()
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("host", "ranks", "doing now", "for", f"{now - self._started:.0f} s in all"):
+        state = self._coming if self._starting else ""
+        for column in ("host", "ranks", "doing now", "for", f"{now - self._started:.0f} s in all", visible(state)):
             table.add_column(column)
         for row in self._rows.values():
             spent = f"{now - row.since:.0f} s" if row.since else ""
-            table.add_row(visible(row.host), row.ranks, Text(visible(row.phase)), spent, "")
+            table.add_row(visible(row.host), row.ranks, Text(visible(row.phase)), spent, "", "")
         return table
 
 
@@ -174,8 +186,16 @@ def result_page(result: RunResult, width: int) -> Page:
         answer = result.answer
         speed = f"{answer.tokens_per_second:.1f} tokens per second"
         page.line(f"{answer.completion_tokens} tokens in {answer.seconds:.1f} s: {speed}", "dim")
+    _attempts(page, result)
     for text in result.leftovers:
         page.prose(text, indent="", hang="left behind: ", style="yellow")
+    if result.outcome == "detached":
+        run = result.run
+        page.line(f"run {run} goes on without this launcher:")
+        page.line(f"  cpupp status {run}")
+        page.line(f"  cpupp logs {run} -f")
+        page.line(f"  cpupp stop {run}")
+        return page
     page.line(f"{_ENDINGS.get(result.outcome, result.outcome)}; logs: {result.folder}{os.sep}logs", "dim")
     return page
 
@@ -185,7 +205,22 @@ _ENDINGS = {
     "failed": "failed",
     "not_ready": "not ready in time, stopped",
     "interrupted": "interrupted, stopped",
+    "detached": "goes on without the launcher",
 }
+
+
+def _attempts(page: Page, result: RunResult) -> None:
+    """What came after the first attempt, when there was more than one."""
+    if len(result.attempts) > 1:
+        page.line("attempts:", "bold")
+        for attempt in result.attempts:
+            first = attempt.failures[0] if attempt.failures else None
+            how = _ENDINGS.get(attempt.outcome, attempt.outcome)
+            ready = "never ready" if attempt.ready_seconds is None else f"ready after {attempt.ready_seconds:.0f} s"
+            words = f": {_who(first)}: {_first_line(first.message)}" if first is not None else ""
+            page.prose(f"{attempt.number}: {ready}, {how} after {attempt.seconds:.0f} s{words}")
+    if result.not_restarted:
+        page.prose(result.not_restarted, indent="", hang="note: ", style="yellow")
 
 
 def show_failure(page: Page, failure: Failure) -> None:
@@ -204,6 +239,8 @@ def show_failure(page: Page, failure: Failure) -> None:
 
 
 def _who(failure: Failure) -> str:
+    if not failure.host:
+        return "launcher"
     if not failure.ranks:
         return f"host {failure.host}"
     word = "rank" if len(failure.ranks) == 1 else "ranks"
@@ -236,6 +273,18 @@ def result_data(plan: Plan, result: RunResult) -> dict[str, Any]:
         "first_failure": None if result.first_failure is None else failure_data(result.first_failure),
         "consequences": [failure_data(failure) for failure in result.consequences],
         "leftovers": list(result.leftovers),
+        "run": result.run,
+        "attempts": [
+            {
+                "number": attempt.number,
+                "outcome": attempt.outcome,
+                "failures": [failure_data(failure) for failure in attempt.failures],
+                "ready_seconds": attempt.ready_seconds,
+                "seconds": attempt.seconds,
+            }
+            for attempt in result.attempts
+        ],
+        "not_restarted": result.not_restarted,
         "folder": str(result.folder),
     }
 

@@ -11,24 +11,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cpupp.errors import CpuppError, ExitCode
+from cpupp.launch.contract import Session
 from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
-from cpupp.launch.session import run_all
-from cpupp.launch.site import site_files, start_request
-from cpupp.launch.supervisor import STOP_SLACK, TICK, RunResult, Session
+from cpupp.launch.result import RunResult
+from cpupp.launch.site import start_request
+from cpupp.launch.start import Start, prepare_request
+from cpupp.launch.stop import stop_hosts
 from cpupp.plan.bench_order import BenchDone, BenchTimes, decode_line
 from cpupp.plan.command import RankCommand
 from cpupp.plan.failures import Failure, exit_text, order_failures
 from cpupp.plan.handoff import ErrorReport, GroupReport, HandoffError
-from cpupp.plan.lifecycle import SETTLE, mismatch
+from cpupp.plan.joining import mismatch
+from cpupp.plan.lifecycle import SETTLE
 from cpupp.plan.plan import HostPlan, Plan
 from cpupp.plan.shown import shown_command, shown_plan
 
+TICK = 0.2
 GRACE_S = 1.0
 _CAUSES = ("HOST-LOST", "RANK-SIGNAL", "RANK-START")
 
@@ -66,7 +69,7 @@ class BenchRun:
     ) -> None:
         self.plan, self.commands, self.sessions, self.options, self.tell = plan, commands, sessions, options, tell
         self.record = RunRecord(options.folder)
-        self._started = time.monotonic()
+        self._started, self._created = time.monotonic(), time.time()
         self._queue: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._logs: dict[int, NodeLog] = {}
         self._expected = {(rank, g.kind, g.ranks): g for g in plan.groups for rank in g.ranks}
@@ -185,7 +188,6 @@ class BenchRun:
     def _lose(self, host: str, reason: str) -> None:
         ranks = tuple(command.node_rank for command in self.commands if command.host == host)
         self._add(Failure(host=host, node_rank=None, ranks=ranks, code="HOST-LOST", message=reason))
-        self._leftovers.append(f"host {host} cannot be reached: its agent takes its ranks down by itself")
 
     def _add(self, failure: Failure) -> None:
         self._failures.append(failure)
@@ -198,9 +200,9 @@ class BenchRun:
     def _start(self, host: str) -> None:
         session, options = self.sessions[host], self.options
         ranks = [command for command in self.commands if command.host == host]
-        files = site_files(self._host(host))
+        start = Start(plan=self.plan, commands=ranks, run=options.run, attempt=1, created=self._created)
         try:
-            session.request("prepare", timeout=60, run=options.run, attempt=1, host=host, files=files)
+            session.request("prepare", timeout=60, **prepare_request(start, host))
             for command in ranks:
                 session.request("start", timeout=60, **self._start_params(command))
         except CpuppError as error:
@@ -229,14 +231,7 @@ class BenchRun:
 
     def _stop(self) -> None:
         lost = {failure.host for failure in self._failures if failure.code == "HOST-LOST"}
-        limit = GRACE_S + STOP_SLACK
-        orders = {
-            host: partial(session.request, "stop", timeout=limit, grace=GRACE_S)
-            for host, session in self.sessions.items()
-            if host not in lost
-        }
-        _, errors = run_all(orders)
-        self._leftovers += [f"host {error.where}: {error}" for error in errors]
+        self._leftovers += stop_hosts(self.sessions, grace=GRACE_S, lost=lost)
 
     # The end
 

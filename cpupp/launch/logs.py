@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from cpupp.launch.private import private, private_folder
+from cpupp.launch.log_file import LogFile
+from cpupp.launch.private import private_folder
 from cpupp.launch.records import making
 from cpupp.rank.agent_mask import Mask
 
@@ -21,11 +22,15 @@ class NodeLog:
 
     def __init__(self, path: Path, mask: Mask | None = None) -> None:
         self.path = path
-        self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115  # to the end
+        self._file = LogFile(path)
         self._masked = (mask or Mask()).stream()
         self._partial = ""
         self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
-        self.error = ""
+
+    @property
+    def error(self) -> str:
+        """Why output is being lost, empty while none is."""
+        return self._file.error
 
     def feed(self, data: str) -> list[str]:
         """Append output (text with surrogate escapes for odd bytes) and return its new complete lines.
@@ -35,10 +40,7 @@ class NodeLog:
         return self._take(self._masked.feed(data))
 
     def _take(self, data: str) -> list[str]:
-        try:
-            self._file.write(data.encode("utf-8", "surrogateescape"))
-        except OSError as error:
-            self.error = str(error)
+        self._file.write(data.encode("utf-8", "surrogateescape"))
         *lines, self._partial = (self._partial + data).split("\n")
         if len(self._partial) > MAX_LINE:
             lines.append(self._partial)
@@ -62,6 +64,11 @@ def readable(line: str) -> str:
     """A line for people: no colours, no carriage returns, odd bytes as escapes."""
     line = _ANSI.sub("", line).rstrip("\r").rpartition("\r")[2][:MAX_LINE]
     return line.encode("utf-8", "backslashreplace").decode("utf-8", "backslashreplace")
+
+
+def attempt_folder(logs: Path, attempt: int) -> Path:
+    """Where the logs of an attempt are: those of the first stay where they are when others follow."""
+    return logs if attempt == 1 else logs / f"attempt-{attempt}"
 
 
 def open_logs(folder: Path, nodes: Mapping[int, str], mask: Mask | None = None) -> dict[int, NodeLog]:

@@ -35,6 +35,7 @@ class RunFile:
             "hosts": [{"name": host.name, "ssh": host.ssh, "local": host.local} for host in plan.hosts],
             "attempt": 1,
             "status": RunState.STARTING,
+            "failure": None,
             "url": public_url(plan),
             "served_name": plan.served_name,
         }

@@ -328,15 +328,26 @@ def connect_all(
     grace_s: float = 5.0,
 ) -> tuple[dict[str, AgentSession], list[CpuppError]]:
     """Open a session to every host, all at once; return those that opened and the errors of those that did not."""
+    opener = partial(open_session, on_event=on_event, ssh_config=ssh_config, leash_s=leash_s, grace_s=grace_s)
+    return run_all({host.name: partial(opener, host, spec.deadlines.connect) for host in spec.hosts})
+
+
+def open_session(
+    host: HostSpec,
+    timeout_s: float,
+    *,
+    on_event: EventHandler | None = None,
+    ssh_config: Path | None = None,
+    leash_s: float = 20.0,
+    grace_s: float = 5.0,
+) -> AgentSession:
+    """Open a session to one host; timeout_s: until its agent has answered. Raises CpuppError."""
     from cpupp.launch.ssh import SshTransport
 
-    def open_one(host: HostSpec) -> AgentSession:
-        transport = LocalTransport() if host.ssh is None else SshTransport(host.ssh, config=ssh_config)
-        session = AgentSession(host.name, transport, on_event, leash_s=leash_s, grace_s=grace_s)
-        session.open()
-        return session
-
-    return run_all({host.name: partial(open_one, host) for host in spec.hosts})
+    transport = LocalTransport() if host.ssh is None else SshTransport(host.ssh, config=ssh_config)
+    session = AgentSession(host.name, transport, on_event, leash_s=leash_s, grace_s=grace_s)
+    session.open(timeout_s)
+    return session
 
 
 def run_all(tasks: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], list[CpuppError]]:

@@ -17,6 +17,9 @@ from cpupp.plan.secret_source import is_outer_source, is_source, is_variable
 _SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s/-][^:@\s/]*))(?::(?P<port>\d{1,5}))?")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
+MAX_SECONDS = 10_000_000
+"""Four months: enough for any start, and a time that every clock and lock of the system can wait for."""
+
 UNSUPPORTED = {
     "ray": "cpupp starts vLLM's own multi-node executor (mp); Ray would need a cluster of its own on every host",
     "external_launcher": "it serves no API: it is for offline scripts; cpupp starts vLLM's mp executor",
@@ -50,6 +53,18 @@ def _port_or_auto(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 1 <= value <= 65535):
         return value
     raise SpecValueError(f"{value!r} is no port", "write auto, or a whole number from 1 to 65535 without quotes")
+
+
+def _seconds(value: Any) -> Any:
+    if type(value) in (int, float) and 0 < value <= MAX_SECONDS:
+        return float(value)
+    shown = "nothing" if value is None else repr(value)
+    raise SpecValueError(
+        f"{shown} is no time to wait", f"write a number of seconds above 0 and up to {MAX_SECONDS}, without quotes"
+    )
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds)]
 
 
 def _ssh_target(value: Any) -> Any:
@@ -173,6 +188,26 @@ class ServeSpec(_Strict):
     api_key_env: Annotated[str | None, BeforeValidator(_key_source)] = None
 
 
+class DeadlinesSpec(_Strict):
+    """Seconds for each phase of a start, counted from the moment at which all vLLM nodes are through the former one."""
+
+    connect: Seconds = 60.0
+    spawn: Seconds = 60.0
+    import_: Seconds = Field(default=300.0, alias="import")
+    join: Seconds = 300.0
+    load: Seconds = 3600.0
+    warm_up: Seconds = 3600.0
+    answer: Seconds = 900.0
+
+
+class RestartSpec(_Strict):
+    """Whether the whole gang comes again after a failure, how often, seconds before the first time (then doubled)."""
+
+    policy: Annotated[Literal["never", "on-failure"], _choice(("never", "on-failure"), "policy")] = "never"
+    max: int = Field(default=3, ge=1, le=1000)
+    backoff: Seconds = 5.0
+
+
 class ClusterSpec(_Strict):
     """The whole cluster file."""
 
@@ -183,6 +218,8 @@ class ClusterSpec(_Strict):
     engine: EngineSpec = Field(default_factory=EngineSpec)
     network: NetworkSpec = Field(default_factory=NetworkSpec)
     serve: ServeSpec = Field(default_factory=ServeSpec)
+    deadlines: DeadlinesSpec = Field(default_factory=DeadlinesSpec)
+    restart: RestartSpec = Field(default_factory=RestartSpec)
 
 
 def parse_ssh(text: str) -> tuple[str | None, str, int | None] | None:
@@ -210,13 +247,13 @@ def keys_at(path: tuple[str | int, ...]) -> list[str] | None:
     for part in path:
         if isinstance(part, int):
             continue
-        field = model.model_fields.get(part)
+        field = next((field for name, field in model.model_fields.items() if part == (field.alias or name)), None)
         if field is None:
             return None
         model = _model_inside(field.annotation)
         if model is None:
             return None
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _model_inside(annotation: Any) -> type[BaseModel] | None:

@@ -66,23 +66,37 @@ class Reported(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited(Event):
-    """A vLLM node's main process ended; a negative code is a signal."""
+    """A vLLM node's main process ended; a negative code is a signal.
+
+    stopped: its agent had begun to end it; why: the kernel's word for it, where the host could read one.
+    """
 
     node_rank: int
     code: int
+    stopped: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDied(Event):
     """A worker process that had reported is gone while its vLLM node's main process still runs.
 
-    code: its exit code, negative for a signal, None where only its parent could see it.
+    code: its exit code, negative for a signal, None where only its parent could see it; why: as for Exited.
     """
 
     node_rank: int
     rank: int
     pid: int
     code: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperLost(Event):
+    """The process between agent and vLLM node is gone, and the node was killed for it: the agent's words."""
+
+    node_rank: int
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +126,33 @@ class Asked(Event):
     """The question of --ask was answered (error empty), or was not."""
 
     error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached(Event):
+    """Every host was told to go on without the launcher (error empty), or one would not."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspended(Event):
+    """The launcher itself did not run for so many seconds: it was stopped, or its machine slept."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconnected(Event):
+    """Every host that the next attempt needs has a live session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostAway(Event):
+    """A host that the next attempt needs cannot be reached."""
+
+    host: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +196,28 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Detach:
+    """Tell every host to go on without the launcher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAll:
-    """TERM, grace, KILL everywhere. now: the user insists, so no grace."""
+    """TERM, grace, KILL everywhere. now: the user insists, so no grace; failed: no request can end well any more."""
 
     now: bool = False
+    failed: bool = False
 
 
-Action = StartNodes | CheckHealth | Complete | AnnounceReady | Ask | StopAll
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceRestart:
+    """Tell the user that the gang comes again: the failed attempt is the last of State.attempts."""
+
+    wait: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconnect:
+    """Make ready for the next attempt: sessions to the hosts that were lost, new ports."""
+
+
+Action = StartNodes | CheckHealth | Complete | AnnounceReady | Ask | Detach | StopAll | AnnounceRestart | Reconnect

@@ -24,7 +24,10 @@ _SIGNAL_MEANING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What went wrong on one vLLM node or host. last_lines are its own log's, oldest first."""
+    """What went wrong on one vLLM node or host. last_lines are its own log's, oldest first.
+
+    host: empty when it is the launcher itself.
+    """
 
     host: str
     node_rank: int | None
@@ -42,6 +45,10 @@ def order_failures(failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
     """
 
     def weight(failure: Failure) -> int:
+        if failure.code == "LAUNCHER-STOPPED":
+            return -1
+        if failure.code == "RANK-STOPPED":
+            return 3
         if failure.code == "RANK-EXCEPTION":
             return 2 if _CONSEQUENCE.search(failure.message) else 0
         if failure.code in ("RANK-EXIT", "READY-COMPLETION", "ASK-FAILED"):
@@ -61,13 +68,13 @@ def with_words(failure: Failure, tails: Mapping[int, tuple[str, ...]]) -> Failur
     return replace(failure, last_lines=lines)
 
 
-def exit_text(code: int) -> str:
-    """What an exit code of a vLLM node means, in words."""
+def exit_text(code: int, why: str = "") -> str:
+    """What an exit code of a vLLM node means, in words. why: the kernel's own, where it could be read."""
     if code >= 0:
         return f"exited with code {code}" + (" although nobody stopped it" if code == 0 else "")
     try:
         name = signal.Signals(-code)
     except ValueError:
         return f"killed by signal {-code}"
-    meaning = _SIGNAL_MEANING.get(name)
+    meaning = why or _SIGNAL_MEANING.get(name)
     return f"killed by {name.name}" + (f": {meaning}" if meaning else "")

@@ -1,45 +1,54 @@
 """The supervision policy: `step(state, event) -> (state, actions)`, pure, and tested by scripted histories.
 
 The gang lives and dies as one: no collective survives the loss of a rank. The first failure is named first, the others
-are consequences. Ready means: every announcement matches the plan, the API is healthy, one real completion came back.
-Times are seconds of one monotonic clock, passed in with every event.
+are consequences; where the cluster file says so, all come again. Ready means: every announcement matches the plan, the
+API is healthy, one real completion came back. Times are seconds of one monotonic clock, passed in with every event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cpupp.errors import ExitCode
-from cpupp.plan.backend import GroupPlan
 from cpupp.plan.events import (
     Action,
     AnnounceReady,
+    AnnounceRestart,
     Ask,
     Asked,
     Begin,
     CheckHealth,
     Complete,
     Completed,
+    Detach,
+    Detached,
     Down,
     Event,
     Exited,
     Health,
+    HostAway,
     HostLost,
     Interrupted,
+    KeeperLost,
     Logged,
     RankDied,
+    Reconnect,
+    Reconnected,
     Reported,
     Spawned,
     StartFailed,
     StartNodes,
     StopAll,
+    Suspended,
     Tick,
 )
 from cpupp.plan.failures import Failure, exit_text, order_failures, with_words
-from cpupp.plan.handoff import ErrorReport, GroupReport, PeerReport, PluginReport, Report
-from cpupp.plan.plan import Plan
-from cpupp.plan.runstate import RunState
+from cpupp.plan.gang import State, next_attempt, node_failure, with_node
+from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport, Report
+from cpupp.plan.joining import mismatch, missing, silent
+from cpupp.plan.milestones import advance, overdue
+from cpupp.plan.restart import Attempt, verdict
 from cpupp.plan.versions import AFTER_JOINING, JOINED, WORKER_EXCEPTION, phase_of
 
 SETTLE = 1.5
@@ -48,268 +57,200 @@ dies often says nothing, while its peers log `Connection reset by peer` at once.
 ANNOUNCE_GRACE = 10.0
 """How long after its vLLM node shows a healthy API or loaded weights a missing announcement is still awaited."""
 HEALTH_EVERY = 0.5
+SUSPENDED_FOR = 10.0
+"""Seconds after the launcher's return in which what the agents did meanwhile is still coming in."""
+
+Next = tuple[State, tuple[Action, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeState:
-    """One vLLM node: phase is what it is doing now, since when; exit_code is set once its main process ended."""
-
-    node_rank: int
-    host: str
-    ranks: tuple[int, ...]
-    phase: str = "waiting"
-    since: float = 0.0
-    plugin: bool = False
-    pid: int | None = None
-    exit_code: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The whole run. stage: idle, starting, proving, ready, failing, stopping, down."""
-
-    nodes: tuple[NodeState, ...]
-    head: str
-    expected: Mapping[tuple[int, str, tuple[int, ...]], GroupPlan]
-    deadline: float
-    ask: bool
-    stage: str = "idle"
-    announced: frozenset[tuple[int, str, tuple[int, ...]]] = frozenset()
-    health_pending: bool = False
-    health_at: float = 0.0
-    healthy_since: float | None = None
-    loaded_since: float | None = None
-    decide_at: float = 0.0
-    failures: tuple[Failure, ...] = ()
-    exit_code: int = int(ExitCode.OK)
-    outcome: str = "ok"
-    ready_at: float | None = None
-
-
-def initial_state(plan: Plan, *, timeout: float, ask: bool, now: float) -> State:
-    """The state before anything was started. timeout: seconds from `now` until the run must be ready."""
-    expected = {
-        (rank, group.kind, group.ranks): group
-        for group in plan.groups
-        for rank in group.ranks
-        if plan.communicator != "stock"
-    }
-    nodes = tuple(NodeState(node_rank=n.node_rank, host=n.host, ranks=n.ranks, since=now) for n in plan.nodes)
-    return State(nodes=nodes, head=plan.head, expected=expected, deadline=now + timeout, ask=ask)
-
-
-def status_of(state: State) -> RunState:
-    """The run's state in one word."""
-    match state.stage:
-        case "ready":
-            return RunState.READY
-        case "failing":
-            return RunState.DEGRADED
-        case "stopping":
-            return RunState.STOPPING
-        case "down":
-            return RunState.STOPPED if state.outcome in ("ok", "interrupted") else RunState.FAILED
-        case _:
-            return RunState.STARTING
-
-
-def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def step(state: State, event: Event) -> Next:
     """Return the next state and what to do. Never raises on an event that comes late or twice."""
     if state.stage in ("stopping", "down"):
         return _while_stopping(state, event)
+    if state.stage in ("restarting", "reconnecting"):
+        return _between_attempts(state, event)
+    new, actions = _while_running(state, event)
+    return (advance(new, event.at) if new.stage in ("starting", "proving", "ready") else new), actions
+
+
+def _while_running(state: State, event: Event) -> Next:
     match event:
         case Begin():
             return replace(state, stage="starting"), (StartNodes(),)
         case Interrupted(signum=signum):
-            return _stop(replace(state, outcome="interrupted", exit_code=128 + signum))  # as shells count
+            return _interrupted(state, signum)
         case Spawned(node_rank=node, pid=pid):
-            return _with_node(state, node, phase="started, importing", since=event.at, pid=pid), ()
+            return with_node(state, node, phase="started, importing", since=event.at, pid=pid), ()
         case Logged(node_rank=node, line=line):
             return _logged(state, node, line, event.at), ()
         case Reported(node_rank=node, report=report):
             return _reported(state, node, report, event.at)
-        case Health() | Completed() | Asked():
+        case Health() | Completed() | Asked() | Detached():
             return _answered(state, event)
+        case Tick(at=at, tails=tails):
+            return _tick(state, at, tails)
+        case Suspended(at=at, seconds=seconds):
+            return replace(state, suspended=(at, seconds)), ()
         case _:
-            return _trouble_or_time(state, event)
+            return _trouble(state, event), ()
 
 
-def _while_stopping(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def _while_stopping(state: State, event: Event) -> Next:
     match event:
-        case Down():
-            return replace(state, stage="down"), ()
-        case Interrupted():
+        case Down() if state.stage == "stopping":
+            return _ended(state, event.at)
+        case Interrupted() if state.stage == "stopping":
+            # Whatever was the matter before, there is no next attempt now.
+            if state.outcome in ("failed", "not_ready"):
+                state = replace(state, restart=replace(state.restart, policy="never"))
             return state, (StopAll(now=True),)
         case Exited(node_rank=node, code=code):
-            return _with_node(state, node, exit_code=code, phase="stopped"), ()
-        case HostLost(host=host, reason=reason):
+            return with_node(state, node, exit_code=code, phase="stopped"), ()
+        case HostLost(host=host, reason=reason) if state.stage == "stopping":
             failure = Failure(host=host, node_rank=None, ranks=(), code="HOST-LOST", message=reason)
             return replace(state, failures=(*state.failures, failure)), ()
         case _:
             return state, ()
 
 
-def _trouble_or_time(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def _ended(state: State, now: float) -> Next:
+    """Everything is down: for good, or until the next attempt."""
+    attempt = Attempt(
+        number=state.attempt,
+        outcome=state.outcome,
+        failures=state.failures,
+        ready_seconds=None if state.ready_at is None else state.ready_at - state.attempt_at,
+        seconds=now - state.attempt_at,
+    )
+    if not any(earlier.number == attempt.number for earlier in state.attempts):  # else interrupted between two
+        state = replace(state, attempts=(*state.attempts, attempt))
+    if state.outcome not in ("failed", "not_ready"):
+        return replace(state, stage="down"), ()
+    found = verdict(state.restart, state.attempts)
+    if found.wait is None:
+        return replace(state, stage="down", not_restarted=found.reason), ()
+    return replace(state, stage="restarting", restart_at=now + found.wait), (AnnounceRestart(wait=found.wait),)
+
+
+def _between_attempts(state: State, event: Event) -> Next:
     match event:
-        case Exited(node_rank=node, code=code):
-            state = _with_node(state, node, exit_code=code, phase=f"exited {code}", since=event.at)
-            code_name = "RANK-SIGNAL" if code < 0 else "RANK-EXIT"
-            return _fail(state, _node_failure(state, node, code_name, exit_text(code)), event.at), ()
-        case RankDied(node_rank=node, rank=rank, pid=pid, code=code):
-            text = f"worker process {pid} " + ("is gone" if code is None else exit_text(code))
-            return _fail(state, _node_failure(state, node, "RANK-DIED", text, (rank,)), event.at), ()
-        case StartFailed(node_rank=node, message=message):
-            return _fail(state, _node_failure(state, node, "RANK-START", message), event.at), ()
-        case HostLost(host=host, reason=reason):
+        case Interrupted(signum=signum):
+            return _interrupted(replace(state, failures=()), signum)  # they are the former attempt's
+        case Tick(at=at) if state.stage == "restarting" and at >= state.restart_at:
+            return next_attempt(state, at), (Reconnect(),)
+        case Reconnected(at=at) if state.stage == "reconnecting":
+            return replace(state, stage="starting", milestone_at=at), (StartNodes(),)
+        case HostAway(host=host, reason=reason) | HostLost(host=host, reason=reason) if state.stage == "reconnecting":
             ranks = tuple(rank for node in state.nodes if node.host == host for rank in node.ranks)
-            failure = Failure(host=host, node_rank=None, ranks=ranks, code="HOST-LOST", message=reason)
+            failure = Failure(host=host, node_rank=None, ranks=ranks, code="HOST-AWAY", message=reason)
             return _fail(state, failure, event.at), ()
-        case Tick(at=at, tails=tails):
-            return _tick(state, at, tails)
         case _:
             return state, ()
 
 
-def _tick(state: State, now: float, tails: Mapping[int, tuple[str, ...]]) -> tuple[State, tuple[Action, ...]]:
+def _trouble(state: State, event: Event) -> State:
+    match event:
+        case Exited(node_rank=node, code=code, stopped=stopped, why=why):
+            state = with_node(state, node, exit_code=code, phase=f"exited {code}", since=event.at)
+            if stopped:  # not by us, or the run would be stopping: the agent ends what it runs before it ends itself
+                failure = node_failure(state, node, "RANK-STOPPED", "ended by its agent")
+            else:
+                failure = node_failure(state, node, "RANK-SIGNAL" if code < 0 else "RANK-EXIT", exit_text(code, why))
+        case RankDied(node_rank=node, rank=rank, pid=pid, code=code, why=why):
+            text = f"worker process {pid} " + ("is gone" if code is None else exit_text(code, why))
+            failure = node_failure(state, node, "RANK-DIED", text, (rank,))
+        case KeeperLost(node_rank=node, message=message):
+            failure = node_failure(state, node, "KEEPER-LOST", message)
+        case StartFailed(node_rank=node, message=message):
+            failure = node_failure(state, node, "RANK-START", message)
+        case HostLost(host=host, reason=reason):
+            ranks = tuple(rank for node in state.nodes if node.host == host for rank in node.ranks)
+            failure = Failure(host=host, node_rank=None, ranks=ranks, code="HOST-LOST", message=reason)
+        case _:
+            return state
+    return _fail(state, failure, event.at)
+
+
+def _tick(state: State, now: float, tails: Mapping[int, tuple[str, ...]]) -> Next:
     if state.stage == "failing":
-        if now < state.decide_at:
-            return state, ()
-        failures = tuple(with_words(failure, tails) for failure in state.failures)
-        return _stop(replace(state, failures=order_failures(failures)))
-    if state.stage in ("starting", "proving") and now >= state.deadline:
-        return _stop(_not_ready(state))
+        return (state, ()) if now < state.decide_at else _give_up(state, tails)
+    if state.stage in ("starting", "proving") and (late := overdue(state, now)) is not None:
+        return _give_up(late, tails)
     if state.stage == "starting":
-        missing = _missing(state)
+        absent = missing(state)
         shown = [t for t in (state.healthy_since, state.loaded_since) if t is not None]
-        if missing and shown and now >= min(shown) + ANNOUNCE_GRACE:
-            return _fail(state, _silent(state, missing), now), ()
+        if absent and shown and now >= min(shown) + ANNOUNCE_GRACE:
+            return _fail(state, silent(state, absent), now), ()
         if not state.health_pending and now >= state.health_at:
             return replace(state, health_pending=True), (CheckHealth(),)
     return state, ()
 
 
-def _answered(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def _answered(state: State, event: Event) -> Next:
     match event:
         case Health(healthy=healthy) if state.stage == "starting":
             state = replace(state, health_pending=False, health_at=event.at + HEALTH_EVERY)
             if not healthy:
                 return replace(state, healthy_since=None), ()
             state = replace(state, healthy_since=state.healthy_since or event.at)
-            if _missing(state):
+            if missing(state):
                 return state, ()
             return replace(state, stage="proving"), (Complete(),)
         case Completed(error="") if state.stage == "proving":
-            actions: tuple[Action, ...] = (AnnounceReady(),)
-            return replace(state, stage="ready", ready_at=event.at), (*actions, Ask()) if state.ask else actions
+            then: tuple[Action, ...] = (Ask(),) if state.ask else (Detach(),) if state.detach else ()
+            return replace(state, stage="ready", ready_at=event.at), (AnnounceReady(), *then)
         case Completed(error=error) if state.stage == "proving":
-            return _fail(
-                state, _head_failure(state, "READY-COMPLETION", f"the first completion failed: {error}"), event.at
-            ), ()
+            failure = node_failure(state, 0, "READY-COMPLETION", f"the first completion failed: {error}")
+            return _fail(state, failure, event.at), ()
         case Asked(error="") if state.stage == "ready" and state.ask:
-            return _stop(state)
+            return replace(state, stage="stopping"), (StopAll(),)
         case Asked(error=error) if state.stage == "ready" and state.ask:
-            return _fail(
-                state, _head_failure(state, "ASK-FAILED", f"the question was not answered: {error}"), event.at
-            ), ()
+            failure = node_failure(state, 0, "ASK-FAILED", f"the question was not answered: {error}")
+            return _fail(state, failure, event.at), ()
+        case Detached(error="") if state.stage == "ready" and state.detach:
+            return replace(state, stage="down", outcome="detached"), ()
+        case Detached(error=error) if state.stage == "ready" and state.detach:
+            failure = node_failure(state, 0, "DETACH-FAILED", f"the run cannot go on alone: {error}")
+            return _fail(state, failure, event.at), ()
         case _:
             return state, ()
 
 
 def _logged(state: State, node_rank: int, line: str, now: float) -> State:
     if WORKER_EXCEPTION.search(line):
-        return _fail(state, _node_failure(state, node_rank, "RANK-EXCEPTION", "a worker raised an exception"), now)
+        return _fail(state, node_failure(state, node_rank, "RANK-EXCEPTION", "a worker raised an exception"), now)
     phase = phase_of(line, state.nodes[node_rank].phase)
     if phase is None:
         return state
     if phase in AFTER_JOINING and state.loaded_since is None:
         state = replace(state, loaded_since=now)
-    return _with_node(state, node_rank, phase=phase, since=now)
+    return with_node(state, node_rank, phase=phase, since=now)
 
 
-def _reported(state: State, node_rank: int, report: Report, now: float) -> tuple[State, tuple[Action, ...]]:
+def _reported(state: State, node_rank: int, report: Report, now: float) -> Next:
     match report:
         case PluginReport():
-            return _with_node(state, node_rank, plugin=True), ()
-        case PeerReport():  # for agents without a launcher; here the loss itself is seen
-            return state, ()
+            return with_node(state, node_rank, plugin=True), ()
         case ErrorReport(where=where, message=message):
-            failure = _node_failure(state, node_rank, "RANK-ERROR", f"{where}: {message}")
+            failure = node_failure(state, node_rank, "RANK-ERROR", f"{where}: {message}")
             return _fail(state, failure, now), ()
         case GroupReport():
             key = (report.rank, report.kind, tuple(report.ranks))
             wrong = mismatch(state.expected.get(key), report)
             if wrong is None:
                 state = replace(state, announced=state.announced | {key})
-                return _with_node(state, node_rank, phase=JOINED, since=now), ()
-            failure = _node_failure(state, node_rank, "INJECTION-MISMATCH", wrong, (report.rank,))
+                return with_node(state, node_rank, phase=JOINED, since=now), ()
+            failure = node_failure(state, node_rank, "INJECTION-MISMATCH", wrong, (report.rank,))
             return _fail(state, failure, now), ()
-
-
-def mismatch(group: GroupPlan | None, report: GroupReport) -> str | None:
-    """Say how a rank's announcement differs from the plan; None when it matches."""
-    name = f"{report.kind} group {report.ranks}"
-    if group is None:
-        return f"rank {report.rank} announced {name}, which the plan does not have"
-    planned = {(link.src, link.dst): link.transport for link in group.links}
-    for src, dst, transport in report.links:
-        if planned.get((src, dst)) != transport:
-            want = planned.get((src, dst), "no such link")
-            return f"rank {report.rank}, {name}, link {src}->{dst}: plan {want}, rank {transport} ({report.reason})"
-    if group.backend != report.backend:
-        return f"rank {report.rank}, {name}: plan {group.backend}, rank {report.backend} ({report.reason})"
-    return None
-
-
-def _missing(state: State) -> list[tuple[int, str, tuple[int, ...]]]:
-    return sorted(set(state.expected) - state.announced)
-
-
-def _silent(state: State, missing: list[tuple[int, str, tuple[int, ...]]]) -> Failure:
-    rank, kind, ranks = missing[0]
-    node = next(n for n in state.nodes if rank in n.ranks)
-    loaded = "the plugin was loaded" if node.plugin else "cpupp's plugin was never loaded (is VLLM_PLUGINS set?)"
-    message = f"rank {rank} never announced its {kind} group {list(ranks)}: {loaded}"
-    hint = "without it vLLM runs its stock communicator; see the log of that node"
-    return Failure(
-        host=node.host, node_rank=node.node_rank, ranks=(rank,), code="INJECTION-MISSING", message=message, hint=hint
-    )
-
-
-def _not_ready(state: State) -> State:
-    missing = {rank for rank, _, _ in _missing(state)}
-    late = [n for n in state.nodes if missing & set(n.ranks)] or list(state.nodes)
-    late.sort(key=lambda n: (not n.phase.startswith(("waiting", "started")), n.node_rank))
-    failures = [
-        Failure(
-            host=n.host,
-            node_rank=n.node_rank,
-            ranks=n.ranks,
-            code="NOT-READY",
-            message=f"not ready in time; last seen: {n.phase}",
-            hint="raise --timeout if it was still making progress",
-        )
-        for n in late
-    ]
-    return replace(
-        state,
-        failures=(*state.failures, *failures),
-        outcome="not_ready",
-        exit_code=int(ExitCode.NOT_READY),
-    )
-
-
-def _node_failure(state: State, node_rank: int, code: str, message: str, ranks: tuple[int, ...] = ()) -> Failure:
-    node = state.nodes[node_rank]
-    return Failure(host=node.host, node_rank=node_rank, ranks=ranks or node.ranks, code=code, message=message)
-
-
-def _head_failure(state: State, code: str, message: str) -> Failure:
-    return _node_failure(state, 0, code, message)
+        case _:
+            return state, ()
 
 
 def _fail(state: State, failure: Failure, now: float) -> State:
     if any((f.node_rank, f.host, f.code) == (failure.node_rank, failure.host, failure.code) for f in state.failures):
         return state
+    if state.stage != "failing" and state.suspended is not None and now <= state.suspended[0] + SUSPENDED_FOR:
+        state = replace(state, failures=(_stopped_launcher(state.suspended[1]), *state.failures))
     state = replace(state, failures=(*state.failures, failure))
     if state.stage == "failing":
         return state
@@ -318,11 +259,19 @@ def _fail(state: State, failure: Failure, now: float) -> State:
     )
 
 
-def _stop(state: State) -> tuple[State, tuple[Action, ...]]:
-    return replace(state, stage="stopping"), (StopAll(),)
+def _stopped_launcher(seconds: float) -> Failure:
+    message = (
+        f"the launcher was stopped for {seconds:.0f} s (Ctrl-Z, or its machine slept), and the agents ended the run"
+    )
+    hint = "agents end what they run when their launcher gives no sign of life; `launch --detach` runs without one"
+    return Failure(host="", node_rank=None, ranks=(), code="LAUNCHER-STOPPED", message=message, hint=hint)
 
 
-def _with_node(state: State, node_rank: int, **changes: object) -> State:
-    nodes = list(state.nodes)
-    nodes[node_rank] = replace(nodes[node_rank], **changes)  # type: ignore[arg-type]  # field names are checked by replace
-    return replace(state, nodes=tuple(nodes))
+def _give_up(state: State, tails: Mapping[int, tuple[str, ...]]) -> Next:
+    failures = tuple(with_words(failure, tails) for failure in state.failures)
+    return replace(state, stage="stopping", failures=order_failures(failures)), (StopAll(failed=True),)
+
+
+def _interrupted(state: State, signum: int) -> Next:
+    # 128 and the signal, as shells count.
+    return replace(state, stage="stopping", outcome="interrupted", exit_code=128 + signum), (StopAll(),)

@@ -18,6 +18,7 @@ from cpupp.plan.memory import GIB, KV_ENV, MemoryPlan, memory_errors, plan_layer
 from cpupp.plan.model import ModelFacts, model_facts
 from cpupp.plan.network import Endpoint, address_errors, data_plane
 from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
+from cpupp.plan.restart import Restart
 from cpupp.plan.secret import has_api_key, secret_sources
 from cpupp.plan.shm_room import hosts_without_room
 from cpupp.plan.threads import CorePlan, plan_cores
@@ -79,6 +80,7 @@ class Plan:
     """The whole plan. machines: host names that share memory; assumed: what was not observed but taken as given.
 
     needs_key: the API answers only to those who have its key; keep_env: see EngineSpec.
+    deadlines: seconds for each phase of the start, by the key of the cluster file.
     """
 
     name: str
@@ -104,6 +106,8 @@ class Plan:
     needs_key: bool
     keep_env: tuple[str, ...]
     kv_reason: str
+    deadlines: dict[str, float]
+    restart: Restart
     warnings: tuple[str, ...]
     assumed: tuple[str, ...]
 
@@ -161,6 +165,8 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         needs_key=has_api_key(spec),
         keep_env=tuple(spec.engine.keep_env),
         kv_reason=memory.kv_reason,
+        deadlines=spec.deadlines.model_dump(by_alias=True),
+        restart=Restart(policy=spec.restart.policy, max=spec.restart.max, backoff=spec.restart.backoff),
         warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, rooms, endpoints)),
         assumed=tuple(assumptions(spec, facts, num_layers)),
     )

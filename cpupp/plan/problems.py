@@ -24,6 +24,9 @@ _HOMES = {
     "secrets": "engine", "keep_env": "engine", "api_key_env": "serve",
     "interface": "network", "master_addr": "network", "master_port": "network", "backend": "network",
     "host": "serve", "port": "serve",
+    "connect": "deadlines", "spawn": "deadlines", "import": "deadlines", "join": "deadlines", "load": "deadlines",
+    "warm_up": "deadlines", "answer": "deadlines",
+    "policy": "restart", "max": "restart", "backoff": "restart",
 }  # fmt: skip
 """Where a key of the file lives, for one that stands in the wrong place."""
 
@@ -34,6 +37,8 @@ _ALIASES = {
     "user": "hosts[].ssh (me@host:port)", "ip": "hosts[].address", "addr": "hosts[].address",
     "gpus": "hosts[].slots", "ranks": "hosts[].slots", "nproc": "hosts[].slots",
     "api_key": "serve.api_key_env", "hf_token": "engine.secrets", "secret": "engine.secrets",
+    "timeouts": "deadlines", "warmup": "deadlines.warm_up", "max_restarts": "restart.max", "retries": "restart.max",
+    "restart_policy": "restart.policy",
     "ifname": "network.interface", "iface": "network.interface", "nic": "network.interface",
 }  # fmt: skip
 """Words of other tools for the same thing."""

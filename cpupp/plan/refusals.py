@@ -145,3 +145,13 @@ def backend_errors(
             cure = remedies[0] if remedies else "put these ranks on one host"
             errors.append(CpuppError("PLAN-BACKEND", message, hint=f"use `backend: auto`, or {cure}"))
     return errors
+
+
+def detach_error(spec: ClusterSpec) -> CpuppError | None:
+    """Why a run of this file cannot be left to its agents; None when it can."""
+    if spec.engine.communicator != "stock":
+        return None
+    message = "a run with engine.communicator stock cannot go on without its launcher: nothing in it watches its peers"
+    return CpuppError(
+        "PLAN-DETACH-STOCK", message, hint="use communicator links or fallback, or launch without --detach"
+    )

@@ -9,8 +9,8 @@ import pytest
 
 from cpupp.errors import CpuppError
 from cpupp.launch.bench_comm import BenchResult
+from cpupp.launch.result import RunResult
 from cpupp.launch.site import site_files
-from cpupp.launch.supervisor import RunResult
 from cpupp.plan.bench_comm import (
     BUDGET_S,
     HOP_SIZES,

@@ -177,6 +177,44 @@ def test_yaml_surprises_stay_text(tmp_path: Path) -> None:
     assert spec.engine.env == {"A": "2026-01-02", "B": "22:22"}
 
 
+WAITING = [
+    (
+        "deadlines: {joi: 3}",
+        "deadlines.joi: unknown key",
+        "did you mean `join`? valid here: connect, spawn, import, join",
+    ),
+    ("deadlines: {import: soon}", "deadlines.import: 'soon' is no time to wait", "a number of seconds above 0"),
+    ("deadlines: {import_: 3}", "deadlines.import_: unknown key", "did you mean `import`?"),
+    ("deadlines: {load: 0}", "deadlines.load: 0 is no time to wait", "a number of seconds above 0"),
+    ("deadlines: {load: .inf}", "deadlines.load: inf is no time to wait", "up to 10000000, without quotes"),
+    ("deadlines: {load: '60'}", "deadlines.load: '60' is no time to wait", "without quotes"),
+    ("deadlines: {warm_up: }", "deadlines.warm_up: nothing is no time to wait", "a number of seconds above 0"),
+    (
+        "deadlines: 60",
+        "deadlines: must be a mapping (key: value), not the number 60",
+        "valid keys: connect, spawn, import",
+    ),
+    ("join: 60", "join: unknown key", "did you mean `deadlines.join`?"),
+    ("restart: {policy: always}", "restart.policy: policy 'always' is not supported", "valid: never, on-failure"),
+    ("restart: {max: 0}", "restart.max: must be at least 1, not 0", "at least 1"),
+    ("restart: {retries: 2}", "restart.retries: unknown key", "did you mean `restart.max`?"),
+    ("restart: {backoff: true}", "restart.backoff: True is no time to wait", "a number of seconds"),
+]
+
+
+@pytest.mark.parametrize(("line", "message", "hint"), WAITING)
+def test_deadlines_and_restarts(tmp_path: Path, line: str, message: str, hint: str) -> None:
+    _, text, advice = only(tmp_path, f"{GOOD}{line}\n")
+    assert text.startswith(f"pair.yaml:12: {message}")
+    assert hint in advice
+
+
+def test_times_may_be_written_without_a_point(tmp_path: Path) -> None:
+    spec = load(tmp_path, GOOD + "deadlines: {import: 90, join: 0.5}\nrestart: {policy: on-failure}\n")
+    assert (spec.deadlines.import_, spec.deadlines.join, spec.deadlines.spawn) == (90.0, 0.5, 60.0)
+    assert (spec.restart.policy, spec.restart.max, spec.restart.backoff) == ("on-failure", 3, 5.0)
+
+
 # A line of GOOD, what stands there instead, and the one error: line, message, hint.
 MISTAKES = [
     ("name: pair", "nmae: pair", 1, "nmae: unknown key", "did you mean `name`?"),

@@ -20,7 +20,7 @@ DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 def test_every_key_of_the_file_is_described() -> None:
     text = (ROOT / "docs/yaml.md").read_text()
     sections = dict(re.findall(r"^## `?([\w\[\]]+)[^\n]*\n(.*?)(?=^## |\Z)", text, re.M | re.S))
-    for section in ("model", "parallel", "hosts", "engine", "network", "serve"):
+    for section in ("model", "parallel", "hosts", "engine", "network", "serve", "deadlines", "restart"):
         keys = keys_at((section,))
         assert keys
         body = sections["hosts[]" if section == "hosts" else section]

@@ -8,9 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cpupp.errors import ExitCode
-from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.events import (
-    Action,
     AnnounceReady,
     Ask,
     Asked,
@@ -24,79 +22,22 @@ from cpupp.plan.events import (
     Health,
     HostLost,
     Interrupted,
+    KeeperLost,
     Logged,
     RankDied,
     Reported,
-    Spawned,
     StartFailed,
     StartNodes,
     StopAll,
+    Suspended,
     Tick,
 )
 from cpupp.plan.failures import exit_text
-from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport
-from cpupp.plan.lifecycle import ANNOUNCE_GRACE, SETTLE, State, initial_state, step
-from cpupp.plan.plan import Plan, make_plan
-
-
-def pair(communicator: str = "links") -> Plan:
-    """A plan of two hosts, pipeline 2, made without facts."""
-    return make_plan(
-        ClusterSpec.model_validate(
-            {
-                "name": "pair",
-                "model": {"path": "m", "num_layers": 4},
-                "parallel": {"pipeline": 2},
-                "engine": {"communicator": communicator},
-                "hosts": [{"name": "a", "ssh": "a"}, {"name": "b", "ssh": "b"}],
-            }
-        ),
-        {},
-    )
-
-
-def announcement(rank: int, transport: str = "gloo") -> GroupReport:
-    """What rank `rank` of the pair says of its pipeline group."""
-    links = [[0, 1, transport], [1, 0, transport]]
-    return GroupReport(rank=rank, pid=100 + rank, kind="pp", ranks=[0, 1], backend=transport, links=links, reason="r")
-
-
-class History:
-    """A run under test: feed events, keep every action."""
-
-    def __init__(self, *, ask: bool = False, timeout: float = 600.0, communicator: str = "links") -> None:
-        self.state: State = initial_state(pair(communicator), timeout=timeout, ask=ask, now=0.0)
-        self.actions: list[Action] = []
-
-    def feed(self, *events: Event) -> tuple[Action, ...]:
-        """Feed events, return the actions of these."""
-        before = len(self.actions)
-        for event in events:
-            self.state, actions = step(self.state, event)
-            self.actions.extend(actions)
-        return tuple(self.actions[before:])
-
-    def started(self) -> History:
-        """Both vLLM nodes run."""
-        self.feed(Begin(at=0), Spawned(at=1, node_rank=0, pid=10), Spawned(at=1, node_rank=1, pid=11))
-        return self
-
-    def joined(self) -> History:
-        """Both ranks announced what the plan says."""
-        for node in (0, 1):
-            self.feed(Reported(at=2, node_rank=node, report=PluginReport(pid=1, vllm="0.32.0", mode="links")))
-            self.feed(Reported(at=3, node_rank=node, report=announcement(node)))
-        return self
-
-    def serving(self) -> History:
-        """The model serves."""
-        self.started().joined().feed(Health(at=4, healthy=True), Completed(at=5, error=""))
-        assert self.state.stage == "ready"
-        return self
-
-    def codes(self) -> list[str]:
-        """Codes of the failures, first the one that is named first."""
-        return [failure.code for failure in self.state.failures]
+from cpupp.plan.gang import status_of
+from cpupp.plan.handoff import ErrorReport, GroupReport
+from cpupp.plan.lifecycle import ANNOUNCE_GRACE, SETTLE
+from cpupp.plan.runstate import RunState
+from tests.unit.history import History, announcement
 
 
 def test_ready_needs_announcements_health_and_a_completion() -> None:
@@ -125,7 +66,7 @@ def test_healthy_but_silent_rank_is_not_ready_and_then_fails() -> None:
     assert failure.ranks == (1,)
     assert "rank 1 never announced its pp group [0, 1]" in failure.message
     assert "never loaded" in failure.message
-    assert run.actions[-1] == StopAll()
+    assert run.actions[-1] == StopAll(failed=True)
 
 
 def test_weights_loaded_without_announcement_fails_before_health() -> None:
@@ -159,7 +100,7 @@ def test_the_first_failure_is_the_cause_and_the_other_its_consequence() -> None:
     run = History().serving()
     run.feed(Exited(at=20.0, node_rank=0, code=1), Exited(at=20.9, node_rank=1, code=-9))
     tails = {0: ("work", "RuntimeError: Connection reset by peer [10.0.0.2]"), 1: ("loading",)}
-    assert run.feed(Tick(at=20 + SETTLE, tails=tails)) == (StopAll(),)
+    assert run.feed(Tick(at=20 + SETTLE, tails=tails)) == (StopAll(failed=True),)
     assert [(f.host, f.code) for f in run.state.failures] == [("b", "RANK-SIGNAL"), ("a", "RANK-EXIT")]
     assert run.state.failures[0].last_lines == ("loading",)
     assert "out of memory" in run.state.failures[0].message
@@ -173,7 +114,7 @@ def test_an_exception_in_a_log_is_a_failure_though_nothing_exits() -> None:
     run.feed(Logged(at=20, node_rank=1, line=error + "WorkerProc hit an exception."))
     run.feed(RankDied(at=20.5, node_rank=0, rank=0, pid=3))  # vLLM kills the head's worker for it
     tail = (error + "Traceback (most recent call last):", error + "ValueError: no such layer", error + "  more")
-    assert run.feed(Tick(at=20 + SETTLE, tails={1: tail})) == (StopAll(),)
+    assert run.feed(Tick(at=20 + SETTLE, tails={1: tail})) == (StopAll(failed=True),)
     assert run.codes() == ["RANK-EXCEPTION", "RANK-DIED"]
     assert run.state.failures[0].message == "a worker raised ValueError: no such layer"
 
@@ -216,7 +157,7 @@ def test_trouble_stops_the_whole_gang(event: Event, code: str) -> None:
     run = History().started()
     run.feed(event)
     assert run.feed(Tick(at=2 + SETTLE / 2)) == () or run.state.stage == "failing"
-    assert StopAll() in run.feed(Tick(at=2 + SETTLE))
+    assert StopAll(failed=True) in run.feed(Tick(at=2 + SETTLE))
     assert run.codes() == [code]
     assert run.state.failures[0].host == "b"
     run.feed(Exited(at=5, node_rank=0, code=-15), Exited(at=5, node_rank=1, code=-15), Down(at=6))
@@ -232,7 +173,7 @@ def test_time_out_names_the_rank_that_never_joined_first() -> None:
         Tick(at=59.9),
     )
     assert run.state.stage == "starting"
-    assert StopAll() in run.feed(Tick(at=60))
+    assert StopAll(failed=True) in run.feed(Tick(at=60))
     first = run.state.failures[0]
     assert (first.host, first.code) == ("b", "NOT-READY")
     assert "started, importing" in first.message
@@ -273,6 +214,58 @@ def test_late_and_repeated_events_change_nothing() -> None:
     before = run.state
     run.feed(Health(at=9, healthy=True), Completed(at=9, error=""), Asked(at=9, error=""), Down(at=9))
     assert run.state == before
+
+
+def test_a_launcher_that_was_stopped_is_the_cause_of_what_the_agents_did() -> None:
+    run = History().serving()
+    run.feed(Suspended(at=60, seconds=31.4))
+    run.feed(Exited(at=60.1, node_rank=1, code=-15, stopped=True), HostLost(at=60.2, host="b", reason="agent ended"))
+    run.feed(Tick(at=60.1 + SETTLE))
+    assert run.codes() == ["LAUNCHER-STOPPED", "HOST-LOST", "RANK-STOPPED"]
+    assert "the launcher was stopped for 31 s" in run.state.failures[0].message
+
+
+def test_a_failure_long_after_the_launcher_was_stopped_is_its_own() -> None:
+    run = History().serving()
+    run.feed(Suspended(at=60, seconds=8), Exited(at=90, node_rank=1, code=-9), Tick(at=90 + SETTLE))
+    assert run.codes() == ["RANK-SIGNAL"]
+
+
+def test_what_an_agent_ended_is_a_consequence_of_the_agents_end() -> None:
+    run = History().serving()
+    run.feed(Exited(at=60, node_rank=1, code=-15, stopped=True), HostLost(at=60.2, host="b", reason="signal 15"))
+    run.feed(Tick(at=60 + SETTLE))
+    assert [(f.code, f.message) for f in run.state.failures] == [
+        ("HOST-LOST", "signal 15"),
+        ("RANK-STOPPED", "ended by its agent"),
+    ]
+
+
+def test_a_keeper_that_died_is_named_not_the_memory() -> None:
+    run = History().serving()
+    run.feed(KeeperLost(at=20, node_rank=1, message="the keeper ended with -9"), Exited(at=20, node_rank=1, code=-9))
+    run.feed(Tick(at=20 + SETTLE))
+    assert run.codes() == ["KEEPER-LOST", "RANK-SIGNAL"]
+
+
+def test_the_first_sign_of_failure_is_degraded_at_once() -> None:
+    run = History().serving()
+    assert status_of(run.state) == RunState.READY
+    run.feed(Exited(at=20, node_rank=1, code=3))
+    assert status_of(run.state) == RunState.DEGRADED
+    run.feed(Tick(at=20 + SETTLE))
+    assert status_of(run.state) == RunState.STOPPING
+    run.feed(Down(at=25))
+    assert status_of(run.state) == RunState.FAILED
+
+
+def test_the_kernels_word_is_the_reason_where_it_is_known() -> None:
+    why = "the kernel ended it, out of memory: Killed process 7 (vllm)"
+    assert exit_text(-9, why) == f"killed by SIGKILL: {why}"
+    assert exit_text(-9) == "killed by SIGKILL: probably out of memory (see `dmesg` on that host)"
+    run = History().serving()
+    run.feed(RankDied(at=20, node_rank=1, rank=1, pid=7, code=-9, why=why), Tick(at=20 + SETTLE))
+    assert run.state.failures[0].message == f"worker process 7 killed by SIGKILL: {why}"
 
 
 def test_exit_text_names_signals() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from cpupp.errors import CpuppError, CpuppErrors
 from cpupp.launch.api import Answer
-from cpupp.launch.supervisor import Ready, RunResult
+from cpupp.launch.contract import Ready
+from cpupp.launch.result import RunResult
 from cpupp.plan.backend import plan_groups
 from cpupp.plan.failures import Failure
 from cpupp.plan.grid import make_grid

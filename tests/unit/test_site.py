@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cpupp.launch.bench_comm import BenchOptions, BenchRun
-from cpupp.launch.supervisor import LaunchOptions, Supervisor
+from cpupp.launch.start import Start
 from cpupp.plan.bench_comm import bench_commands
 from cpupp.plan.command import make_commands
 from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
 from cpupp.plan.plan import Plan, make_plan
-from cpupp.render_launch import LaunchView
 from tests.unit.factory import cluster, machines
 
 MIB = 1 << 20
@@ -28,6 +26,10 @@ class Silent:
     def request(self, op: str, *, timeout: float = 0.0, **params: Any) -> Any:
         """Not asked."""
         raise AssertionError(op)
+
+    def detach(self) -> None:
+        """Not asked."""
+        raise AssertionError
 
 
 def no_room_on_b() -> Plan:
@@ -43,15 +45,11 @@ def told(request: Mapping[str, Any]) -> tuple[str, bool]:
     return handoff.host, handoff.no_shm
 
 
-def test_launch_tells_ranks_that_there_is_no_room(tmp_path: Path) -> None:
+def test_launch_tells_ranks_that_there_is_no_room() -> None:
     plan = no_room_on_b()
     commands = make_commands(plan)
-    view = LaunchView(plan, io.StringIO())
-    sessions = {host.name: Silent() for host in plan.hosts}
-    supervisor = Supervisor(plan, commands, sessions, LaunchOptions(run="r", folder=tmp_path), view)
-    assert [told(supervisor._start_params(command)) for command in commands] == [("a", False), ("b", True)]
-    supervisor.record.close()
-    view.close()
+    start = Start(plan=plan, commands=commands, run="r", attempt=1, created=0.0)
+    assert [told(start.request(command)) for command in commands] == [("a", False), ("b", True)]
 
 
 def test_bench_comm_tells_ranks_that_there_is_no_room(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""A log file in parts: a full part is closed under a number, nothing is cut off, and a gap says that it is one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from cpupp.launch.private import private
+
+PART_BYTES = 64 << 20
+
+
+class LogFile:
+    """Appends bytes to `path`; a full part becomes `<stem>.001.log` and so on, `path` is the one being written.
+
+    A part ends with a whole line where lines are shorter than a part. Raises OSError when it cannot be opened.
+    """
+
+    def __init__(self, path: Path, part_bytes: int = PART_BYTES) -> None:
+        self.path = path
+        self.error = ""  # why bytes were lost last, empty while none are
+        self._part_bytes = part_bytes
+        self._num_parts = len(list(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9]*{path.suffix}")))
+        self._lost = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "ab", buffering=0, opener=private)  # noqa: SIM115  # to the end
+        self._size = self._file.tell()
+
+    def write(self, data: bytes) -> None:
+        """Append. What a full disk does not take is counted, and said in the file once it takes more; never raises."""
+        if self._file.closed:
+            return
+        if self._lost and data:
+            note = b"\n[cpupp: %d bytes are missing here: %s]\n" % (self._lost, self.error.encode())
+            if self._append(note) < len(note):
+                self._lost += len(data)
+                return
+            self._lost, self.error = 0, ""
+        self._lost += len(data) - self._append(data)
+        if self._size >= self._part_bytes and (data.endswith(b"\n") or self._size >= 2 * self._part_bytes):
+            self._next_part()
+
+    def _append(self, data: bytes) -> int:
+        """Write as much as the disk takes and return how much that was."""
+        done = 0
+        try:
+            while done < len(data):
+                done += self._file.write(data[done:]) or 0
+        except OSError as error:
+            self.error = error.strerror or str(error)
+        self._size += done
+        return done
+
+    def _next_part(self) -> None:
+        full = self.path.with_name(f"{self.path.stem}.{self._num_parts + 1:03}{self.path.suffix}")
+        with suppress(OSError):  # then the part grows on, which loses nothing
+            self.path.rename(full)
+            self._num_parts += 1
+            before = self._file
+            try:
+                self._open()
+            except OSError:
+                full.rename(self.path)
+                self._num_parts -= 1
+                return
+            before.close()
+
+    def close(self) -> None:
+        """Close it; later writes go nowhere."""
+        self._file.close()
