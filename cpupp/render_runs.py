@@ -261,7 +261,7 @@ def stop_page(result: StopResult, width: int) -> Page:
     page = Page(width)
     run = result.run
     if result.by == "nobody":
-        page.line(f"{run.name} {run.run}: {run.state} already")
+        page.line(f"{run.name} {run.run}: already {run.state}")
         return page
     page.line(f"{run.name} {run.run}: {run.state}", _STYLES.get(run.state, "bold"))
     for host in result.missing:

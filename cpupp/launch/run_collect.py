@@ -101,7 +101,7 @@ def settle(run: Run, folder: Path, state: RunState, failures: Sequence[Failure],
                 "exit_code": int(ExitCode.RANK_FAILED if state is RunState.FAILED else ExitCode.OK),
                 "first_failure": first if state is RunState.FAILED else None,
                 "leftovers": [],
-                "collected": whole,
+                "collected": whole or bool(result.get("collected")),
             }
             record.write("result.json", {**result, **ending})
         record.event("stop", state=state, whole=whole)

@@ -56,7 +56,10 @@ class Look:
 def note_end(status: RunStatus) -> None:
     """Write into the record of a detached run that it has ended: nobody else is there to do it."""
     run = status.run
-    if not run.folder or not run.detached or run.state.ended or status.unreachable:
+    if not run.folder or not run.detached or status.unreachable:
+        return
+    latest = run_in(Path(run.folder))
+    if latest is None or latest.state.ended:
         return
     if status.state in (RunState.FAILED, RunState.STOPPED):
         failures = [status.first_failure] if status.first_failure is not None else []

@@ -230,9 +230,8 @@ def _rank(
 
 def _absent(place: RankPlace, state: RunState, answer: HostAnswer | None) -> RankStatus:
     if answer is None or answer.error:
-        return RankStatus(
-            place=place, alive=None if not state.ended else False, doing="host not reached" if answer else ""
-        )
+        doing = "host not reached" if answer else "ended" if state.ended else ""
+        return RankStatus(place=place, alive=False if state.ended else None, doing=doing)
     early = state in (RunState.STARTING, RunState.RESTARTING)
     return RankStatus(
         place=place, alive=False, doing="not started" if early else "gone" if not state.ended else "ended"
@@ -242,7 +241,7 @@ def _absent(place: RankPlace, state: RunState, answer: HostAnswer | None) -> Ran
 def _how_it_ended(node: NodeReport) -> str:
     if node.exit_code is None:
         return "died" if node.alive else "ended"
-    return exit_text(node.exit_code)
+    return exit_text(node.exit_code) if node.exit_code else "exited"
 
 
 def _doing(state: RunState, process: Process | None, phase: str) -> str:
