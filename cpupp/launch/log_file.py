@@ -19,6 +19,7 @@ class LogFile:
     def __init__(self, path: Path, part_bytes: int = PART_BYTES) -> None:
         self.path = path
         self.error = ""  # why bytes were lost last, empty while none are
+        self.num_bytes = 0  # appended so far
         self._part_bytes = part_bytes
         self._num_parts = len(list(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9]*{path.suffix}")))
         self._lost = 0
@@ -51,6 +52,7 @@ class LogFile:
         except OSError as error:
             self.error = error.strerror or str(error)
         self._size += done
+        self.num_bytes += done
         return done
 
     def _next_part(self) -> None:

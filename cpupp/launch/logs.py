@@ -24,6 +24,7 @@ class NodeLog:
         self.path = path
         self._file = LogFile(path)
         self._masked = (mask or Mask()).stream()
+        self._num_taken = 0
         self._partial = ""
         self._tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
 
@@ -32,11 +33,20 @@ class NodeLog:
         """Why output is being lost, empty while none is."""
         return self._file.error
 
+    @property
+    def shift(self) -> int:
+        """How many bytes more the vLLM node wrote than there are here: hidden secrets, what a full disk did not take.
+
+        Known once it is closed.
+        """
+        return self._num_taken - self._file.num_bytes
+
     def feed(self, data: str) -> list[str]:
         """Append output (text with surrogate escapes for odd bytes) and return its new complete lines.
 
         A full disk loses the file's share, never the run: the reason stays in `error`.
         """
+        self._num_taken += len(data.encode("utf-8", "surrogateescape"))
         return self._take(self._masked.feed(data))
 
     def _take(self, data: str) -> list[str]:

@@ -30,7 +30,7 @@ def folder_of(run: Run, root: Path) -> Path:
     return Path(run.folder) if run.folder else root / f"{run.name}-{run.run}"
 
 
-def collect_logs(folder: Path, site: Site, hosts: RunHosts) -> list[str]:
+def collect_logs(run: Run, folder: Path, site: Site, hosts: RunHosts) -> list[str]:
     """Append to the record's logs what a host kept beyond them; return the logs' paths.
 
     The record ends where the host goes on, byte for byte, so a second call goes on where a first one broke off.
@@ -39,11 +39,11 @@ def collect_logs(folder: Path, site: Site, hosts: RunHosts) -> list[str]:
     logs = attempt_folder(folder, site.attempt)
     with making(logs):
         private_folder(logs)
-    return [_collect_log(logs, node, site, hosts) for node in sorted(site.nodes)]
+    return [_collect_log(logs, node, site, hosts, run.log_shifts.get(node, 0)) for node in sorted(site.nodes)]
 
 
-def _collect_log(logs: Path, node: int, site: Site, hosts: RunHosts) -> str:
-    offset = _size(FileLog(logs, node, site.host))
+def _collect_log(logs: Path, node: int, site: Site, hosts: RunHosts, shift: int) -> str:
+    offset = _size(FileLog(logs, node, site.host)) + shift
     with making(logs):
         log = NodeLog(logs / f"node-{node}-{site.host}.log")
     try:

@@ -123,10 +123,12 @@ class LogStream:
     """Whole lines of one vLLM node: from the record while that has more, then from where it ends on the host.
 
     Either may be missing. The record may grow while the host is read (`cpupp stop` fetches what the host kept): an
-    offset means the same byte in both, so nothing comes twice.
+    offset means the same byte in both, so nothing comes twice. shift: what the host's offsets are ahead, because the
+    record hides secrets.
     """
 
-    def __init__(self, node: int, host: str, files: FileLog | None, store: HostLog | None) -> None:
+    def __init__(self, node: int, host: str, files: FileLog | None, store: HostLog | None, shift: int = 0) -> None:
+        self._shift = shift
         self.node = node
         self.host = host
         self._files = files
@@ -164,7 +166,8 @@ class LogStream:
                 return fresh
         if self._store is None:
             return b""
-        data, self._offset = self._store.read(self._offset)
+        data, following = self._store.read(self._offset + self._shift)
+        self._offset = following - self._shift
         return data
 
     def history(self) -> Iterator[str]:
@@ -247,6 +250,7 @@ def log_streams(
             host,
             FileLog(folder, node, host) if folder is not None else None,
             HostLog(hosts, host, run.run, node, patience_s=patience_s) if ask_hosts else None,
+            run.log_shifts.get(node, 0),
         )
         for node, host in nodes.items()
     ]

@@ -173,7 +173,7 @@ class _HostsStop:
 
     def _collect(self, kept: Mapping[str, Site]) -> None:
         def one(name: str) -> tuple[str, ...]:
-            return tuple(collect_logs(self.folder, kept[name], self.hosts))
+            return tuple(collect_logs(self.run, self.folder, kept[name], self.hosts))
 
         logs = self._each(tuple(kept), one)
         for name, paths in logs.items():

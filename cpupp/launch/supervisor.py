@@ -141,7 +141,8 @@ class Supervisor:
     def _write_result(self, state: State, result: RunResult) -> None:
         self.record.event("result", outcome=result.outcome, exit_code=result.exit_code)
         if result.outcome == "detached":
-            self.run_file.update(detached=True, status=status_of(state))
+            shifts = {str(node): log.shift for node, log in self._logs.items()}
+            self.run_file.update(detached=True, status=status_of(state), log_shifts=shifts)
         else:
             self.record.write("result.json", result)
             self.run_file.update(status=status_of(state))

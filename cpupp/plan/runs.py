@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cpupp.errors import CpuppError, ExitCode
@@ -37,7 +37,8 @@ class LauncherRef:
 class Run:
     """One run's record. started: unix seconds; state: as written last, or `crashed` when nobody writes it any more.
 
-    launcher_alive: None when that cannot be told from this machine; folder: empty when this machine has no record.
+    launcher_alive: None when that cannot be told from this machine; folder: empty when this machine has no record;
+    log_shifts: by vLLM node, how many bytes more it had written than its log here had when the launcher left.
     """
 
     run: str
@@ -53,6 +54,7 @@ class Run:
     hosts: tuple[HostRef, ...] = ()
     launcher: LauncherRef | None = None
     launcher_alive: bool | None = None
+    log_shifts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
@@ -82,6 +84,7 @@ def read_run(data: Any, folder: str) -> Run | None:
         served_name=str(data.get("served_name") or ""),
         hosts=_hosts(data.get("hosts")),
         launcher=_launcher(data.get("launcher")),
+        log_shifts=_shifts(data.get("log_shifts")),
     )
 
 
@@ -95,6 +98,11 @@ def _hosts(value: Any) -> tuple[HostRef, ...]:
         HostRef(name=str(item.get("name")), ssh=item.get("ssh") or None, local=bool(item.get("local")))
         for item in items
     )
+
+
+def _shifts(value: Any) -> dict[int, int]:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {int(node): int(_number(shift)) for node, shift in items if str(node).isdigit()}
 
 
 def _launcher(value: Any) -> LauncherRef | None:

@@ -59,7 +59,7 @@ def test_help_is_quick_and_names_the_verbs() -> None:
     done = run("--help")
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     assert done.returncode == 0
-    for verb in ("launch", "plan", "doctor", "bench"):
+    for verb in ("launch", "plan", "doctor", "ps", "status", "logs", "stop", "bench"):
         assert f"  {verb} " in done.stdout
     assert spent < 0.35
 

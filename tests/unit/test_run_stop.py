@@ -72,6 +72,15 @@ def test_a_detached_run_is_stopped_and_its_logs_are_fetched(tmp_path: Path) -> N
     assert stop_exit([result]) == 0
 
 
+def test_a_record_that_hides_secrets_is_shorter_than_what_was_written(tmp_path: Path) -> None:
+    folder = write(tmp_path, log_shifts={"0": 2})
+    a, b = pair()
+    a.log = b"a s3cr3tpass\na two\n"
+    (folder / "logs" / "node-0-a.log").write_bytes(b"a <secret>\n")
+    stop(tmp_path, a, b)
+    assert (folder / "logs" / "node-0-a.log").read_bytes() == b"a <secret>\na two\n"
+
+
 def test_stopping_again_asks_nobody(tmp_path: Path) -> None:
     write(tmp_path)
     hosts = pair()
