@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cpupp.launch.logs import NodeLog
-from cpupp.plan.events import Event, Exited, HostLost, KeeperLost, Logged, RankDied, Reported, Spawned
+from cpupp.plan.events import Event, Exited, Halted, HostLost, KeeperLost, Logged, RankDied, Reported, Spawned
 from cpupp.plan.handoff import HandoffError, decode_report
 
 
@@ -41,6 +41,9 @@ class AgentEvents:
                 if rank is None:
                     return []
                 return [RankDied(at=at, node_rank=node, rank=rank, pid=data["pid"], code=data.get("code"), why=why)]
+            case "process_stopped":
+                pid, rank = int(data["pid"]), self._rank_pids.get((node, data["pid"]))
+                return [Halted(at=at, node_rank=node, rank=rank, pid=pid, name=str(data.get("name", "")))]
             case "keeper_lost":
                 return [KeeperLost(at=at, node_rank=node, message=str(data.get("message", "")))]
             case _:

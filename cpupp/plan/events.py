@@ -100,6 +100,19 @@ class KeeperLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Halted(Event):
+    """A process of a vLLM node stays stopped (SIGSTOP): it lives, and does nothing. rank: whose worker it is, if one's.
+
+    name: what the process calls itself.
+    """
+
+    node_rank: int
+    pid: int
+    name: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostLost(Event):
     """The agent of a host, or the way to it, is gone."""
 

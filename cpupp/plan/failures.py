@@ -13,6 +13,7 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 _RAISED = re.compile(r"(?:^|\]\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: .*)$")
+_WORKER_DIED = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-?\d+)\)")
 _SIGNAL_MEANING = {
     signal.SIGKILL: "probably out of memory (see `dmesg` on that host)",
     signal.SIGILL: "illegal instruction: this build of vLLM does not fit the CPU",
@@ -65,6 +66,11 @@ def with_words(failure: Failure, tails: Mapping[int, tuple[str, ...]]) -> Failur
         raised = [match[1] for line in lines if (match := _RAISED.search(line))]
         if raised:
             failure = replace(failure, message=f"a worker raised {raised[0]}")
+    if failure.code in ("RANK-EXIT", "RANK-DIED"):
+        # Only the parent learns how a worker ended, and it may be gone before anybody looks (vLLM 0.32 and later).
+        died = [int(match[1]) for line in lines if (match := _WORKER_DIED.search(line))]
+        if died and not any(name.name in failure.message for name in signal.Signals):
+            failure = replace(failure, message=f"{failure.message}: a worker process {exit_text(died[0])}")
     return replace(failure, last_lines=lines)
 
 

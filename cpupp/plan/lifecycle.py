@@ -26,6 +26,7 @@ from cpupp.plan.events import (
     Down,
     Event,
     Exited,
+    Halted,
     Health,
     HostAway,
     HostLost,
@@ -159,6 +160,9 @@ def _trouble(state: State, event: Event) -> State:
         case RankDied(node_rank=node, rank=rank, pid=pid, code=code, why=why):
             text = f"worker process {pid} " + ("is gone" if code is None else exit_text(code, why))
             failure = node_failure(state, node, "RANK-DIED", text, (rank,))
+        case Halted(node_rank=node, rank=rank, pid=pid, name=name):
+            text = f"process {pid} ({name}) is stopped (SIGSTOP), and does nothing"
+            failure = node_failure(state, node, "RANK-HALTED", text, () if rank is None else (rank,))
         case KeeperLost(node_rank=node, message=message):
             failure = node_failure(state, node, "KEEPER-LOST", message)
         case StartFailed(node_rank=node, message=message):

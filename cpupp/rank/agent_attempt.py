@@ -58,7 +58,8 @@ class Attempt:
     def _guard(self) -> Guard:
         def stopped(node: int, pid: int) -> None:
             if not self.detached:
-                self.outbox.put({"event": "process_stopped", "node": node, "pid": pid})
+                name = agent_proc.name_of(pid)
+                self.outbox.put({"event": "process_stopped", "node": node, "pid": pid, "name": name})
 
         return Guard(self._failed, stopped)
 

@@ -84,7 +84,7 @@ class Guard:
                 self._stopped[pid] = -1.0  # told
                 self.on_stopped(node, pid)
                 if self.armed:
-                    self.fail("RANK-STOPPED", f"process {pid} ({process['name']}) is stopped (SIGSTOP)", node)
+                    self.fail("RANK-HALTED", f"process {pid} ({process['name']}) is stopped (SIGSTOP)", node)
 
     def fail(self, code: str, message: str, node: int, seen_by: int | None = None) -> None:
         """Note a failure of vLLM node `node`, unless there was one before, or the nodes are being stopped."""

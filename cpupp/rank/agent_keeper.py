@@ -22,7 +22,8 @@ import sys
 import time
 from typing import Any
 
-from . import agent_proc, agent_site
+from . import agent_proc, agent_shm_watch, agent_site
+from .agent_halted import HaltWatch
 
 TICK_S = 1.0
 SLOWEST_SCAN_S = 4.0
@@ -47,10 +48,12 @@ class Keeper:
         self.strangers = set(agent_proc.shm_files(owned_only=False).values())
         self.segments: set[tuple[int, int]] = set()
         self.living: dict[int, int] = {}  # pid -> start time of the node's processes but the main one
+        self.halts = HaltWatch()
         self.scan_every = TICK_S
         self.next_scan = 0.0
         self.next_tick = 0.0
         self.wakeup = _signal_pipe()
+        self.births = agent_shm_watch.open_watch()
 
     def run(self) -> int:
         """Start the node and stay until nothing of it is left. Returns the keeper's own exit status."""
@@ -96,7 +99,8 @@ class Keeper:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a signal, an order, or the time-out; then judge the leash and look at shared memory."""
-        sources = [self.wakeup, self.control] if self.agent_there else [self.wakeup]
+        sources = [self.wakeup, *([self.control] if self.agent_there else [])]
+        sources += [self.births] if self.births >= 0 else []
         ready, _, _ = select.select(sources, [], [], timeout_s)
         if self.wakeup in ready:
             signals = os.read(self.wakeup, 4096)
@@ -105,7 +109,7 @@ class Keeper:
         if self.control in ready:
             self.read_orders()
         now = time.monotonic()
-        if self.agent_there and now - self.heard > self.leash_s:
+        if self.agent_there and (now - self.heard > self.leash_s or self.halts.look(self.agent_pid, now)):
             # A stopped agent answers nobody. It is our parent, so its pid is certain.
             if os.getppid() == self.agent_pid:
                 agent_proc.send_signal([self.agent_pid], signal.SIGKILL)
@@ -115,6 +119,9 @@ class Keeper:
             self.next_tick = now + TICK_S
             self.look()
             self.tell_living()
+        if self.births in ready:
+            agent_shm_watch.drain(self.births)
+            self.scan_every, self.next_scan = TICK_S, now
         if now >= self.next_scan:
             self.scan()
             self.next_scan = time.monotonic() + self.scan_every

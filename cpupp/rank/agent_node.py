@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
 from . import agent_oom, agent_proc
+from .agent_halted import HaltWatch
 from .agent_output import Output
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Node:
         self._read_end, self._write_end = -1, -1
         self._write_lock = threading.Lock()
         self.keeper: subprocess.Popen[bytes] | None = None
+        self.halts = HaltWatch()
 
     def launch(self) -> None:
         """Start the keeper and give it its order; `wait_started` tells what came of it. Raises OSError."""
@@ -106,11 +108,12 @@ class Node:
         return self.main_pid
 
     def tick(self, silence_s: float) -> None:
-        """Tell the keeper that the agent lives; kill a keeper that has said nothing for `silence_s`."""
-        if self.gone.is_set():
+        """Tell the keeper that the agent lives; kill a keeper that is stopped, or has said nothing for `silence_s`."""
+        if self.gone.is_set() or self.keeper is None:
             return
         self._order(b"")
-        if time.monotonic() - self.heard > silence_s:
+        now = time.monotonic()
+        if now - self.heard > silence_s or self.halts.look(self.keeper.pid, now):
             self.kill_keeper()
 
     @property

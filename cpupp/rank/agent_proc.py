@@ -57,6 +57,15 @@ def read_process(pid: int) -> Proc | None:
     return Proc(int(fields[1]), fields[0].decode(), int(fields[19]), int(fields[49]))
 
 
+def name_of(pid: int) -> str:
+    """Return the name that the process gave itself, or that of its program; empty when it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def process_table() -> dict[int, Proc]:
     """Return every process that this user can see, by pid."""
     table: dict[int, Proc] = {}

@@ -19,6 +19,7 @@ from cpupp.plan.events import (
     Down,
     Event,
     Exited,
+    Halted,
     Health,
     HostLost,
     Interrupted,
@@ -131,6 +132,16 @@ def test_an_exception_about_a_lost_peer_is_a_consequence() -> None:
     assert run.state.failures[0].host == "b"
 
 
+def test_how_a_worker_ended_is_read_from_its_parents_words() -> None:
+    """The keeper may find only that the worker is gone: its parent has fetched the exit code."""
+    run = History().serving()
+    run.feed(RankDied(at=20, node_rank=1, rank=1, pid=4))
+    words = "ERROR 11-29 17:45:43 [x.py:316] Worker proc VllmWorker-0 died unexpectedly (exit code: -7), shutting down"
+    run.feed(Tick(at=20 + SETTLE, tails={1: (words,)}))
+    message = "worker process 4 is gone: a worker process killed by SIGBUS: bus error: /dev/shm is probably full"
+    assert run.state.failures[0].message == message
+
+
 def test_exit_code_zero_of_a_rank_is_a_failure() -> None:
     run = History().serving()
     run.feed(Exited(at=20, node_rank=1, code=0), Tick(at=20 + SETTLE))
@@ -151,6 +162,8 @@ def test_rank_error_report_names_the_step() -> None:
         (StartFailed(at=2, node_rank=1, message="no such file"), "RANK-START"),
         (HostLost(at=2, host="b", reason="connection lost"), "HOST-LOST"),
         (RankDied(at=2, node_rank=1, rank=1, pid=7), "RANK-DIED"),
+        (Halted(at=2, node_rank=1, pid=7, name="VLLM::Worker"), "RANK-HALTED"),
+        (KeeperLost(at=2, node_rank=1, message="the keeper of vLLM node 1 ended with -9"), "KEEPER-LOST"),
     ],
 )
 def test_trouble_stops_the_whole_gang(event: Event, code: str) -> None:

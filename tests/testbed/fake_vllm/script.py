@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+SHM_UNUSED_S = 0.3  # vLLM makes its queues' segments, tells the others, and writes to them later
 PHASES = ("import", "configure", "start", "join", "load", "warm_up", "api", "serve")
 """In the order of a start. Reached by: main (import, configure, api), the workers' parent (start), each worker (join,
 load, warm_up); `serve` is reached by the head's main process, and by a follower's workers after their warm-up."""
@@ -123,6 +124,7 @@ class Script:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             os.ftruncate(descriptor, int(self.shm_bytes))
             area = mmap.mmap(descriptor, int(self.shm_bytes))
+            time.sleep(SHM_UNUSED_S)
             for start in range(0, int(self.shm_bytes), mmap.PAGESIZE):
                 area[start] = 1
             self.segment = area
