@@ -98,7 +98,7 @@ def settle(run: Run, folder: Path, state: RunState, failures: Sequence[Failure],
             first = result.get("first_failure") or (asdict(failures[0]) if failures else None)
             ending: dict[str, Any] = {
                 "outcome": str(state),
-                "exit_code": int(ExitCode.RANK_FAILED if state is RunState.FAILED else ExitCode.OK),
+                "exit_code": int(ExitCode.OK if state is RunState.STOPPED else ExitCode.RANK_FAILED),
                 "first_failure": first if state is RunState.FAILED else None,
                 "leftovers": [],
                 "collected": whole or bool(result.get("collected")),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cpupp.errors import CpuppError, CpuppErrors, ExitCode
 from cpupp.launch.config import load_cluster
 from cpupp.launch.run_hosts import RunHosts, hosts_of, spec_of
+from cpupp.launch.run_look import refresh
 from cpupp.launch.runs import all_runs, recorded
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.grid import make_grid, slots_equation
@@ -43,9 +44,20 @@ def find(root: Path, wanted: str | None, file: str | None) -> Target:
     if file is None and wanted is not None and (looks_like_file(wanted) or _is_cluster_file(root, wanted)):
         wanted, file = None, wanted
     if file is None:
-        run = choose(all_runs(root), wanted)
+        run = _choose(lambda: all_runs(root), wanted)
         return Target(run=run, hosts=hosts_of(spec_of(run)))
     return _ask_hosts(root, wanted, load_cluster(file))
+
+
+def _choose(known: Callable[[], Sequence[Run]], wanted: str | None) -> Run:
+    """The run that is meant. Before a choice is refused, hosts are asked whether detached runs still live."""
+    try:
+        return choose(known(), wanted)
+    except CpuppError as error:
+        if error.code != "RUN-AMBIGUOUS":
+            raise
+        refresh(known())
+        return choose(known(), wanted)
 
 
 def _is_cluster_file(root: Path, wanted: str) -> bool:
@@ -74,9 +86,13 @@ def choose_on_hosts(
 ) -> Run:
     """The run of this cluster file that is meant, of those that hosts and records know."""
     refs = tuple(HostRef(name=host.name, ssh=host.ssh, local=host.local) for host in spec.hosts)
-    runs = joined([run for run in all_runs(root) if run.name == spec.name], runs_found(spec.name, refs, sites))
-    if runs:
-        return choose(runs, wanted)
+    found = runs_found(spec.name, refs, sites)
+
+    def known() -> list[Run]:
+        return joined([run for run in all_runs(root) if run.name == spec.name], found)
+
+    if known():
+        return _choose(known, wanted)
     names = ", ".join(sorted({error.where for error in errors}))
     message = f"no run of cluster {spec.name} is on its hosts" + (
         f", as far as they answer (not: {names})" if names else ""

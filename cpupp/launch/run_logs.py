@@ -159,16 +159,21 @@ class LogStream:
         return [readable(piece) for line in lines for piece in _pieces(line)]
 
     def _next(self) -> bytes:
+        data = self._from_files()
+        if data or self._store is None:
+            return data
+        data, following = self._store.read(self._offset + self._shift)
+        self._offset = following - self._shift
+        # What a host has forgotten is in the record since a moment ago.
+        return data or (self._from_files() if self._store.ended else b"")
+
+    def _from_files(self) -> bytes:
         while self._files is not None and (data := self._files.read()):
             known = self._offset - (self._files.offset - len(data))
             self._offset = max(self._offset, self._files.offset)
             if fresh := data[max(0, known) :]:
                 return fresh
-        if self._store is None:
-            return b""
-        data, following = self._store.read(self._offset + self._shift)
-        self._offset = following - self._shift
-        return data
+        return b""
 
     def history(self) -> Iterator[str]:
         """Every whole line that there is now."""

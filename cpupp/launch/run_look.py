@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpupp.errors import CpuppError
 from cpupp.launch.run_collect import settle
-from cpupp.launch.run_find import Target
 from cpupp.launch.run_hosts import HostPoll, hosts_of, spec_of
 from cpupp.launch.run_stop import is_over
 from cpupp.launch.runs import recorded, run_in
 from cpupp.launch.session import run_all
 from cpupp.plan.runs import Run
-from cpupp.plan.runstate import RunState
 from cpupp.plan.status import Recorded, RunStatus, run_status
+
+if TYPE_CHECKING:
+    from cpupp.launch.run_find import Target
 
 BETWEEN_S = 1.2
 """Seconds between two rounds: agents write what their processes use once a second, and a rate needs two values."""
@@ -61,7 +63,7 @@ def note_end(status: RunStatus) -> None:
     latest = run_in(Path(run.folder))
     if latest is None or latest.state.ended:
         return
-    if status.state in (RunState.FAILED, RunState.STOPPED):
+    if status.state.ended:
         failures = [status.first_failure] if status.first_failure is not None else []
         with suppress(CpuppError):
             settle(run, Path(run.folder), status.state, failures, whole=False)
@@ -71,6 +73,12 @@ def look_at_all(runs: Sequence[Run]) -> list[RunStatus]:
     """The runs of a list as they are now: the hosts of live detached ones are asked, all at once."""
     answered, _ = run_all({run.run: partial(_glance, run) for run in runs if run.detached and run.live})
     return [answered.get(run.run) or run_status(run, Recorded(), {}, {}, now=time.time()) for run in runs]
+
+
+def refresh(runs: Sequence[Run]) -> None:
+    """Note in the records of detached runs that count as live which of them have ended since."""
+    for status in look_at_all([run for run in runs if run.detached and run.live]):
+        note_end(status)
 
 
 def _glance(run: Run) -> RunStatus:

@@ -88,7 +88,7 @@ class LogView:
         finally:
             for stream in streams:
                 stream.close()
-                if stream.error is not None:
+                if stream.error is not None and not is_over(self._run()):
                     self._lost[stream.host] = stream.error
 
     def _history(self, streams: list[LogStream], *, finish: bool) -> Iterator[Lines]:

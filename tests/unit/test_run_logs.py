@@ -73,6 +73,23 @@ def test_the_host_goes_on_where_the_record_ends_and_nothing_comes_twice(tmp_path
     stream.close()
 
 
+def test_what_is_fetched_between_two_looks_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = record(tmp_path)
+    host = ScriptedHost("a", 0, log=b"one\ntwo\n")
+    path = tmp_path / "logs" / "node-0-a.log"
+    path.write_bytes(b"one\n")
+    (stream,) = streams(run, host)
+    assert stream.lines() == ["one"]
+
+    def fetched(**_: object) -> None:
+        path.write_bytes(host.log)  # `stop` appends, then lets the host forget
+        raise CpuppError("RUN-UNKNOWN", "no output of that run is kept here")
+
+    monkeypatch.setattr(host, "_run_log", fetched)
+    assert list(stream.history()) == ["two"]
+    stream.close()
+
+
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (stream,) = streams(record(tmp_path), ScriptedHost("a", 0, log=b"a\xff\x00b\x1b[31mred\x1b[0m\n" + b"x" * 20_000))
     first, *rest = [*stream.history(), *stream.rest()]

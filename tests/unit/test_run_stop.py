@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cpupp.errors import CpuppError
+from cpupp.launch.run_find import find
 from cpupp.launch.run_stop import StopResult, end_launcher, is_over, stop_run
 from cpupp.launch.runs import all_runs, launcher_alive, run_in, start_ticks
 from cpupp.plan.runs import LauncherRef, Run, choose
@@ -208,3 +209,30 @@ def test_a_pid_that_now_belongs_to_another_process_is_not_signalled() -> None:
         assert end_launcher(ref, grace=0.0) is True
         assert process.poll() is None
         process.kill()
+
+
+# Records that are out of date -----------------------------------------------------------------------------------------
+
+
+def test_a_detached_run_that_ended_by_itself_no_longer_counts_as_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, run="1130-000000-0000", started=900.0)
+    write(tmp_path)
+    hosts = pair()  # they know the second run alone
+    monkeypatch.setattr("cpupp.launch.run_look.hosts_of", lambda spec: open_hosts(*hosts))
+    monkeypatch.setattr("cpupp.launch.run_find.hosts_of", lambda spec: open_hosts(*hosts))
+    assert find(tmp_path, None, None).run.run == RUN
+    states = {run.run: run.state for run in all_runs(tmp_path)}
+    assert states == {RUN: RunState.READY, "1130-000000-0000": RunState.CRASHED}
+
+
+def test_live_runs_stay_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, run="1130-000000-0000")
+    write(tmp_path)
+    hosts = pair()
+    hosts[1].down = True  # it might have the other run
+    monkeypatch.setattr("cpupp.launch.run_look.hosts_of", lambda spec: open_hosts(*hosts))
+    with pytest.raises(CpuppError) as caught:
+        find(tmp_path, "pair", None)
+    assert caught.value.code == "RUN-AMBIGUOUS"
