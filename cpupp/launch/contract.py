@@ -20,7 +20,7 @@ class Session(Protocol):
     def request(self, op: str, *, timeout: float = ..., **params: Any) -> Any:
         """Ask the host's agent. Raises CpuppError."""
 
-    def detach(self) -> None:
+    def detach(self, timeout_s: float = ..., **params: Any) -> None:
         """Tell the agent to go on without this launcher, and hang up. Raises CpuppError."""
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +23,7 @@ import pytest
 from tests.e2e.runs import PORT, Run, assert_quiet, launched, ssh_hosts, write_cluster
 from tests.testbed.bed import Bed, hosts
 from tests.testbed.fake_engine import fake, make_engine, make_model
+from tests.testbed.models import ROOT
 
 SOON = {"policy": "on-failure", "max": 2, "backoff": 0.2}
 
@@ -138,6 +141,42 @@ def test_a_lost_host_is_connected_to_again(tmp_path: Path, place: Place) -> None
     result = record(run, "result.json")
     assert result["attempts"][0]["failures"][0]["code"] == "HOST-LOST"
     assert result["leftovers"] == []
+
+
+def test_a_detached_run_serves_on_and_can_be_stopped(tmp_path: Path, place: Place) -> None:
+    with launched(tmp_path, place.bed, place.cluster(tmp_path), "--detach") as run:
+        assert run.wait(60) == 0
+        kept = record(run, "run.json")
+        assert (kept["status"], kept["detached"]) == ("ready", True)
+        assert f"cpupp stop {kept['run']}" in run.stderr
+        assert not list(run.state.glob("cpupp/runs/*/result.json"))  # it has not ended
+        time.sleep(1)
+        assert ask(place.bed[0].address, 2) == "answered"
+        stopped = cpupp(run, place.bed, "stop", kept["run"])
+    assert stopped.returncode == 0, stopped.stderr
+    assert_quiet(place.bed)
+
+
+def test_what_nobody_would_watch_is_not_left_alone(tmp_path: Path, place: Place) -> None:
+    cluster = place.cluster(tmp_path)
+    cluster.write_text(cluster.read_text().replace("engine:\n  python", "engine:\n  communicator: stock\n  python"))
+    with launched(tmp_path, place.bed, cluster, "--detach") as run:
+        assert run.wait(60) == 3
+    assert "engine.communicator stock cannot go on without its launcher" in run.stderr
+    assert not run.state.exists()
+
+
+def cpupp(run: Run, bed: Bed, *words: str) -> subprocess.CompletedProcess[str]:
+    """Another command of the same user."""
+    return subprocess.run(
+        [sys.executable, "-m", "cpupp", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=ROOT,
+        env={**bed.env, "XDG_STATE_HOME": str(run.state)},
+    )
 
 
 def agents(bed: Bed, index: int) -> list[int]:

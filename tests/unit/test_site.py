@@ -27,7 +27,7 @@ class Silent:
         """Not asked."""
         raise AssertionError(op)
 
-    def detach(self) -> None:
+    def detach(self, timeout_s: float = 0.0, **params: Any) -> None:
         """Not asked."""
         raise AssertionError
 
