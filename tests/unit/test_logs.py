@@ -10,6 +10,7 @@ import pytest
 
 from cpupp.launch.log_file import LogFile
 from cpupp.launch.logs import NodeLog, attempt_folder
+from cpupp.rank.agent_mask import Mask
 
 
 def parts(path: Path) -> list[str]:
@@ -90,3 +91,14 @@ def test_output_that_comes_after_the_end_goes_nowhere(tmp_path: Path) -> None:
 def test_the_first_attempts_logs_stay_where_they_are(tmp_path: Path) -> None:
     assert attempt_folder(tmp_path, 1) == tmp_path
     assert attempt_folder(tmp_path, 2) == tmp_path / "attempt-2"
+
+
+def test_how_far_a_log_is_behind_what_was_written(tmp_path: Path) -> None:
+    log = NodeLog(tmp_path / "node-0-a.log", Mask(["hunter2hunter2"]))
+    log.feed("a hunter2hunter2 z\n")
+    log.close()
+    assert log.shift == len("hunter2hunter2") - len("<secret>")
+    told = NodeLog(tmp_path / "node-1-b.log")
+    told.feed("a <secret> z\n", 40)  # the agent hid it, and says where it is
+    told.close()
+    assert told.shift == 40 - len("a <secret> z\n")
