@@ -22,6 +22,7 @@ from vllm.logger import init_logger  # type: ignore[import-not-found, unused-ign
 from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
 from cpupp.rank import graph_ops
 from cpupp.rank.announce import append_error, append_report
+from cpupp.rank.beat import start_beat
 from cpupp.rank.communicator import Communicator
 
 # vLLM makes the TP group before the PP group, in every version.
@@ -64,6 +65,7 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
             tensor_dicts_follow_the_communicator()
             self.links = self._connect(unique_name, cpu_group, handoff)
             append_report(handoff.reports, self.links.report())
+            start_beat(handoff, torch.distributed.get_rank(), torch.distributed.get_world_size())
         except BaseException as error:
             append_error(handoff.reports, f"group {unique_name} of ranks {self.ranks}", error)
             raise
