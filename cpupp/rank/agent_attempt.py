@@ -65,7 +65,8 @@ class Attempt:
 
     def _failed(self, reason: str) -> None:
         self._news.set()
-        self.on_end(reason)
+        if self.detached:
+            self.on_end(reason)
 
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make the site folder with its files for one attempt of a run; the former one must be at its end."""

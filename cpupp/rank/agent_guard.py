@@ -24,8 +24,8 @@ PEER_LOST = "PEER-LOST"
 class Guard:
     """Judges the events of all vLLM nodes of one attempt on this host; `failure` is the first one.
 
-    on_failure(sentence) is called once, when a failure was seen and the guard is armed. on_stopped(node, pid) is called
-    for a process that is stopped.
+    on_failure(sentence) is called once, when a failure was seen; what follows depends on `armed`. on_stopped(node, pid)
+    is called for a process that is stopped.
     """
 
     def __init__(self, on_failure: Callable[[str], None], on_stopped: Callable[[int, int], None]) -> None:
@@ -99,12 +99,11 @@ class Guard:
                 "time": time.time(),
                 "last_lines": agent_logs.last_lines(log) if log else [],
             }
-        if self.armed:
-            # A lost peer is seen by all; what happened here the ranks of this host tell the others.
-            if code != PEER_LOST:
-                with contextlib.suppress(OSError):
-                    agent_records.write_json(os.path.join(self.site, FAILURE), self.failure)
-            self.on_failure(f"{code}: {message}")
+        # A lost peer is seen by all; what happened here the ranks of this host tell the others.
+        if self.armed and code != PEER_LOST:
+            with contextlib.suppress(OSError):
+                agent_records.write_json(os.path.join(self.site, FAILURE), self.failure)
+        self.on_failure(f"{code}: {message}")
 
     @property
     def is_own(self) -> bool:

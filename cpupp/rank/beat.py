@@ -239,6 +239,7 @@ def default_store() -> Callable[[], Store]:
 
     def connect() -> Store:
         limit = timedelta(seconds=3)
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store: Store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        return store
 
     return connect

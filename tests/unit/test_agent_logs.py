@@ -35,8 +35,8 @@ def test_parts_hold_every_byte_at_its_offset(pieces: list[bytes], part: int, beg
         assert all(size == part for size in sizes[:-1])
         if sizes:
             found = b""
-            while (piece := read_log(log, begin + len(found), 7, begin)).data:
-                found += piece.data
+            while (read := read_log(log, begin + len(found), 7, begin)).data:
+                found += read.data
             assert found == text
             assert read_log(log, -3, 100, begin).data == text[-3:]
             assert read_log(log, 0, 1000, begin) == (text, store.size, store.size)

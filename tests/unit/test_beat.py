@@ -29,7 +29,7 @@ class Rounds:
 
     def go(self, seconds: float) -> list[tuple[float, int, str]]:
         """Return (seconds since the begin of this call, node, sentence) of every loss."""
-        found = []
+        found: list[tuple[float, int, str]] = []
         for step in itertools.count(1):
             if step * PERIOD_S > seconds:
                 return found
