@@ -80,11 +80,11 @@ def make_site(
 
 
 def _make_in(base: str, host: str, record: dict[str, Any], files: dict[str, str]) -> tuple[str, int]:
-    _own_folder(base)
     # A home may be shared by all hosts, and hosts may share a name: only chance keeps the folders apart.
     site = os.path.join(base, f"{host[:10]}-{secrets.token_hex(5)}")
     if len(os.fsencode(site)) > LONGEST_SITE:
         raise SiteError(f"the path is longer than {LONGEST_SITE} bytes, too long for sockets")
+    _own_folder(base)
     os.mkdir(site, 0o700)
     try:
         os.close(os.open(os.path.join(site, ALIVE), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
