@@ -63,7 +63,7 @@ class LaunchView:
     def milestone(self, name: str, coming: str, limit_s: float | None, seconds: float) -> None:
         """Show what all vLLM nodes have reached, and how long they have for the next. seconds: since the launch."""
         self._starting = True
-        self._coming = f"{name} (all); {coming} within {limit_s:g} s" if limit_s is not None else f"{name} (all)"
+        self._coming = f"all {name}; {coming} within {limit_s:g} s" if limit_s is not None else f"all {name}"
         if self._live is None:
             self._line(f"{seconds:6.1f} s  {self._coming}")
 

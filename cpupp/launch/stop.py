@@ -14,8 +14,13 @@ STOP_SLACK = 8.0
 keepers, KILL by the agent, and the last output to the launcher take 2 s each at most."""
 
 
-def stop_hosts(sessions: Mapping[str, Session], *, grace: float, lost: Collection[str]) -> list[str]:
-    """Order every host that is not lost to stop, and wait. Returns what was left or may be left, in words."""
+def stop_hosts(
+    sessions: Mapping[str, Session], *, grace: float, lost: Collection[str], clean: Collection[str] = ()
+) -> list[str]:
+    """Order every host that is not lost to stop, and wait. Returns what was left or may be left, in words.
+
+    clean: hosts that have told that nothing of theirs runs any more, whatever became of them then.
+    """
     words: dict[str, str] = {}
     threads = {
         host: threading.Thread(target=_stop, args=(host, session, grace, words), daemon=True, name=f"stop-{host}")
@@ -33,7 +38,7 @@ def stop_hosts(sessions: Mapping[str, Session], *, grace: float, lost: Collectio
         if thread.is_alive()
     }
     away = {host: f"host {host} cannot be reached: its agent takes its ranks down by itself" for host in sorted(lost)}
-    return list({**slow, **words, **away}.values())
+    return [text for host, text in {**slow, **words, **away}.items() if host not in clean]
 
 
 def _stop(host: str, session: Session, grace: float, words: dict[str, str]) -> None:

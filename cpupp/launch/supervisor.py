@@ -100,6 +100,7 @@ class Supervisor:
         self._events = AgentEvents({}, view.note)
         self._leftovers: list[str] = []
         self._lost: set[str] = set()
+        self._gone: set[int] = set()  # vLLM nodes of which nothing is left, as their agents told
         self._stopping = 0
 
     def interrupt(self, signum: int) -> None:
@@ -175,6 +176,8 @@ class Supervisor:
             self._lost.add(host)
         elif attempt != self._start.attempt:
             return []
+        if data.get("event") == "gone" and not data.get("left"):
+            self._gone.add(int(data["node"]))
         events = self._events.translate(host, data, time.monotonic())
         if not self._stopping:  # what ranks say while they are stopped is in the log, and no news
             for event in events:
@@ -217,6 +220,7 @@ class Supervisor:
         self._events = AgentEvents(self._logs, self.view.note)
         self._stopping = 0
         self._leftovers.clear()
+        self._gone.clear()
         commands = [shown_command(command) for command in start.commands]
         self.record.write("plan.json", {"plan": shown_plan(start.plan), "commands": commands})
         for session in self.sessions.values():
@@ -241,8 +245,7 @@ class Supervisor:
 
     def _announce_restart(self, state: State, wait: float) -> None:
         failure = state.attempts[-1].failures[0]
-        where = failure.host or "the launcher"
-        self.view.note(f"{where}: {failure.message}")
+        self.view.note(f"{failure.host}: {failure.message}" if failure.host else failure.message)
         self.view.note(f"attempt {state.attempt} has failed: all start again in {wait:g} s")
         self.record.event("restart", attempt=state.attempt + 1, wait=wait, failure=failure)
 
@@ -353,7 +356,9 @@ class Supervisor:
         self._queue.put(Detached(at=time.monotonic(), error="; ".join(errors)))
 
     def _stop_all(self, grace: float) -> None:
-        self._leftovers += stop_hosts(self.sessions, grace=grace, lost=frozenset(self._lost))
+        busy = {node.host for node in self.plan.nodes if node.node_rank not in self._gone}
+        lost = frozenset(self._lost)
+        self._leftovers += stop_hosts(self.sessions, grace=grace, lost=lost, clean=lost - busy)
         self._queue.put(Down(at=time.monotonic()))
 
 

@@ -6,6 +6,7 @@ import io
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from cpupp.plan.backend import plan_groups
 from cpupp.plan.failures import Failure
 from cpupp.plan.grid import make_grid
 from cpupp.plan.plan import Plan, make_plan
+from cpupp.plan.restart import Attempt
 from cpupp.printer import MAX_WAITING, Printer
 from cpupp.render import Page, error_page, flat, page_width, visible
 from cpupp.render_launch import LaunchView, result_data, result_page
@@ -103,8 +105,12 @@ def test_progress_on_a_pipe_is_one_line_a_change() -> None:
     view.phase(0, "a", "loading weights", 3.25)
     view.log(1, "b", "INFO hello\x1b[0m")
     view.note("something")
+    view.milestone("joined", "loaded", 60.0, 4.0)
     view.close()
-    assert stream.getvalue() == "   3.2 s  [a 0] loading weights\n[b 1] INFO hello\\x1b[0m\nnote: something\n"
+    assert stream.getvalue() == (
+        "   3.2 s  [a 0] loading weights\n[b 1] INFO hello\\x1b[0m\nnote: something\n"
+        "   4.0 s  all joined; loaded within 60 s\n"
+    )
 
 
 def test_a_start_on_a_pipe_is_never_silent_for_long() -> None:
@@ -207,6 +213,43 @@ def test_the_first_failure_is_named_first_with_its_own_last_lines() -> None:
         "  rank 0 on a: exited with code 1\n"
         "left behind: host b: /dev/shm/x\n"
         "failed; logs: /runs/pair-1/logs\n"
+    )
+
+
+def test_a_run_of_several_attempts_lists_them_and_names_the_first_failure() -> None:
+    run = failed()
+    assert run.first_failure is not None
+    first = Attempt(number=1, outcome="failed", failures=(run.first_failure,), ready_seconds=30.4, seconds=99.0)
+    later = replace(run.first_failure, host="a", ranks=(0,), message="exited with code 1")
+    second = Attempt(number=2, outcome="failed", failures=(later,), ready_seconds=None, seconds=12.0)
+    result = replace(run, attempts=(first, second), not_restarted="not restarted again: it was once (restart.max)")
+    text = result_page(result, 120).text()
+    assert text.startswith("\nerror: rank 1 on b: exited with signal 9")
+    assert (
+        "attempts:\n"
+        "  1: ready after 30 s, failed after 99 s: rank 1 on b: exited with signal 9: probably out of memory\n"
+        "  2: never ready, failed after 12 s: rank 0 on a: exited with code 1\n"
+        "note: not restarted again: it was once (restart.max)\n"
+    ) in text
+    assert [attempt["number"] for attempt in result_data(pair(), result)["attempts"]] == [1, 2]
+
+
+def test_a_detached_run_says_how_to_see_and_stop_it() -> None:
+    result = replace(
+        failed(), outcome="detached", exit_code=0, first_failure=None, consequences=(), leftovers=(), run="r1"
+    )
+    assert result_page(result, 120).text() == (
+        "run r1 goes on without this launcher:\n  cpupp status r1\n  cpupp logs r1 -f\n  cpupp stop r1\n"
+    )
+
+
+def test_a_launcher_that_was_stopped_is_named_as_what_it_is() -> None:
+    cause = Failure(
+        host="", node_rank=None, ranks=(), code="LAUNCHER-STOPPED", message="the launcher was stopped for 27 s"
+    )
+    assert (
+        "error: launcher: the launcher was stopped for 27 s\n"
+        in result_page(replace(failed(), first_failure=cause), 120).text()
     )
 
 
