@@ -43,6 +43,9 @@ app.add_typer(bench, name="bench")
 
 _File = Annotated[str, typer.Argument(metavar="FILE", help="The cluster file (YAML).", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON envelope on stdout instead of text.")]
+_AcceptNew = Annotated[
+    bool, typer.Option("--accept-new", help="Add SSH keys of unknown hosts to known_hosts; a changed key still stops.")
+]
 MAX_SECONDS = 10_000_000
 """As cpupp.plan.cluster has it, which is too heavy for the help."""
 
@@ -79,13 +82,14 @@ def launch(
         float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds between TERM and KILL when stopping.")
     ] = 5.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    accept_new: _AcceptNew = False,
     as_json: _Json = False,
 ) -> None:
     """Start the model on all hosts and serve it until Ctrl-C."""
     if detach and ask is not None:
         raise typer.BadParameter("a run that is to go on cannot stop after --ask", param_hint="'--detach'")
     if dry_run:
-        _plan("launch", file, offline=False, as_json=as_json)
+        _plan("launch", file, offline=False, accept_new=accept_new, as_json=as_json)
         return
     with _guard("launch", as_json), _signals() as signals:
         import time
@@ -113,7 +117,7 @@ def launch(
             secrets=secrets,
             detach=detach,
         )
-        with _connected(spec, signals, grace_s=grace) as (sessions, facts):
+        with _connected(spec, signals, accept_new, grace_s=grace) as (sessions, facts):
             plan, commands = _make_plan(spec, facts)
             _show_plan(plan, commands)
             options = _for_restarts(options, spec, plan, facts)
@@ -180,13 +184,14 @@ def plan(
     offline: Annotated[
         bool, typer.Option("--offline", help="Ask no host; what cannot be known is marked as assumed.")
     ] = False,
+    accept_new: _AcceptNew = False,
     as_json: _Json = False,
 ) -> None:
     """Show what a launch would do: ranks, layers, links, commands."""
-    _plan("plan", file, offline=offline, as_json=as_json)
+    _plan("plan", file, offline=offline, accept_new=accept_new, as_json=as_json)
 
 
-def _plan(command: str, file: str, *, offline: bool, as_json: bool) -> None:
+def _plan(command: str, file: str, *, offline: bool, accept_new: bool, as_json: bool) -> None:
     with _guard(command, as_json), _signals() as signals:
         from cpupp.render import page_width, print_envelope
         from cpupp.render_plan import plan_data, plan_page
@@ -196,7 +201,7 @@ def _plan(command: str, file: str, *, offline: bool, as_json: bool) -> None:
         if offline:
             made, commands = _make_plan(spec, {})
         else:
-            with _connected(spec, signals) as (_, facts):
+            with _connected(spec, signals, accept_new) as (_, facts):
                 made, commands = _make_plan(spec, facts)
         if as_json:
             print_envelope(command, ok=True, data=plan_data(made, commands))
@@ -209,6 +214,7 @@ def doctor(
     file: Annotated[
         str | None, typer.Argument(metavar="[FILE]", help="The cluster file; without it, this machine.")
     ] = None,
+    accept_new: _AcceptNew = False,
     as_json: _Json = False,
 ) -> None:
     """Check the hosts of a cluster file, or this machine, without loading a model."""
@@ -219,7 +225,7 @@ def doctor(
 
         spec = _this_machine() if file is None else _load(file)
         try_secrets(spec, os.environ)
-        facts, failures = signals.wait(lambda: _examine(spec))
+        facts, failures = signals.wait(lambda: _examine(spec, accept_new))
         report = diagnose(None if file is None else spec, facts, failures)
         ok = report.count("error") == 0
         if as_json:
@@ -237,6 +243,7 @@ def bench_comm(
         bool, typer.Option("--quick", help="Fewer repetitions: seconds of measuring, not a minute.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=1, max=MAX_SECONDS, help="Seconds until all must be measured.")] = 600.0,
+    accept_new: _AcceptNew = False,
     as_json: _Json = False,
 ) -> None:
     """Measure every link and group, beside vLLM's generic path, gloo, TCP and SHM. Loads no model."""
@@ -245,7 +252,7 @@ def bench_comm(
 
         spec = _load(file)
         try_secrets(spec, None)
-        with _connected(spec, signals, grace_s=1.0) as (sessions, facts):
+        with _connected(spec, signals, accept_new, grace_s=1.0) as (sessions, facts):
             plan, commands = _make_plan(spec, facts)
             result = _measure(plan, bench_commands(plan, commands, quick=quick), sessions, signals, timeout)
         _finish_bench(plan, result, as_json)
@@ -292,12 +299,12 @@ def _this_machine() -> ClusterSpec:
     return ClusterSpec.model_validate({"name": "here", "model": {"path": "."}, "hosts": [here], "engine": engine})
 
 
-def _examine(spec: ClusterSpec) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+def _examine(spec: ClusterSpec, accept_new: bool) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     """Ask every host that can be reached; return facts, and for the others what went wrong and a hint."""
     from cpupp.launch.probe import probe_all
     from cpupp.launch.session import connect_all
 
-    sessions, errors = connect_all(spec)
+    sessions, errors = connect_all(spec, accept_new=_tell if accept_new else None)
     try:
         facts, later = probe_all(spec, sessions)
     finally:
@@ -317,17 +324,22 @@ def _load_file(file: str) -> tuple[ClusterSpec, bytes]:
 
 @contextmanager
 def _connected(
-    spec: ClusterSpec, signals: Signals, **options: Any
+    spec: ClusterSpec, signals: Signals, accept_new: bool, **options: Any
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Open a session to every host and ask each for its facts; the sessions are closed at the end, whatever happens."""
     from cpupp.launch.probe import probe_hosts
     from cpupp.launch.session import open_sessions
 
-    sessions: dict[str, Any] = dict(signals.wait(lambda: open_sessions(spec, **options)))
+    tell = _tell if accept_new else None
+    sessions: dict[str, Any] = dict(signals.wait(lambda: open_sessions(spec, accept_new=tell, **options)))
     try:
         yield sessions, signals.wait(lambda: probe_hosts(spec, sessions))
     finally:
         _close(sessions)
+
+
+def _tell(words: str) -> None:
+    typer.echo(words, err=True)
 
 
 def _close(sessions: Mapping[str, Any]) -> None:

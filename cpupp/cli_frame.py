@@ -69,6 +69,9 @@ def _show_trace(error: Exception) -> None:
 
 def leave(code: int) -> None:
     """End now: threads that still connect must not hold the process. Hosts see the connection go and clean up."""
+    from cpupp.launch.passphrase import restore_terminal
+
+    restore_terminal()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -1,15 +1,20 @@
-"""known_hosts, strict: a host's key is known, unknown, changed or revoked. Nothing is ever written."""
+"""known_hosts: which lines name a host, and one line more for a key that is accepted."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import errno
+import fcntl
 import fnmatch
 import hashlib
 import hmac
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cpupp.launch.host_certificate import SUFFIX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +96,45 @@ def key_line(name: str, kind: str, key: bytes) -> str:
     return f"{name} {kind} {base64.b64encode(key).decode()}"
 
 
+def add_key(file: Path, name: str, kind: str, key: bytes, *, hashed: bool) -> None:
+    """Append the line that makes the key known; a new file and folder are the user's alone.
+
+    One write of one whole line at the end: another SSH client may append at the same time, and a symbolic link stays
+    one. A write that fails half-way is taken back. Raises OSError.
+    """
+    line = key_line(hashed_name(name) if hashed else name, kind, key).encode("ascii") + b"\n"
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(descriptor, line) != len(line):
+            os.ftruncate(descriptor, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+    finally:
+        os.close(descriptor)
+
+
+def hashed_name(name: str) -> str:
+    """Return the name as HashKnownHosts writes it."""
+    salt = os.urandom(20)
+    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+
+
 def algorithms_for(keys: Sequence[KnownKey], offered: Sequence[str]) -> list[str]:
-    """Order the host key algorithms so that a server with several keys shows one that we know."""
+    """Order the host key algorithms so that a server with several keys shows one that we know.
+
+    Certificates are asked for where an authority is known, before anything else, and nowhere else.
+    """
+    plain = [name for name in offered if not name.endswith(SUFFIX)]
     known: list[str] = []
     for key in keys:
         if not key.marker:
             known += ["rsa-sha2-512", "rsa-sha2-256"] if key.kind == "ssh-rsa" else [key.kind]
-    first = [name for name in offered if name in known]
-    return first + [name for name in offered if name not in first]
+    first = [name for name in plain if name in known]
+    if any(key.marker == "@cert-authority" for key in keys):
+        first = [name + SUFFIX for name in plain] + first
+    return first + [name for name in plain if name not in first]

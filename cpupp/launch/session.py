@@ -324,11 +324,22 @@ def connect_all(
     on_event: EventHandler | None = None,
     *,
     ssh_config: Path | None = None,
+    accept_new: Callable[[str], None] | None = None,
     leash_s: float = 20.0,
     grace_s: float = 5.0,
 ) -> tuple[dict[str, AgentSession], list[CpuppError]]:
-    """Open a session to every host, all at once; return those that opened and the errors of those that did not."""
-    opener = partial(open_session, on_event=on_event, ssh_config=ssh_config, leash_s=leash_s, grace_s=grace_s)
+    """Open a session to every host, all at once; return those that opened and the errors of those that did not.
+
+    accept_new: None to refuse a host whose SSH key is not known, else its key is added to known_hosts and this is told.
+    """
+    opener = partial(
+        open_session,
+        on_event=on_event,
+        ssh_config=ssh_config,
+        accept_new=accept_new,
+        leash_s=leash_s,
+        grace_s=grace_s,
+    )
     return run_all({host.name: partial(opener, host, spec.deadlines.connect) for host in spec.hosts})
 
 
@@ -338,13 +349,18 @@ def open_session(
     *,
     on_event: EventHandler | None = None,
     ssh_config: Path | None = None,
+    accept_new: Callable[[str], None] | None = None,
     leash_s: float = 20.0,
     grace_s: float = 5.0,
 ) -> AgentSession:
-    """Open a session to one host; timeout_s: until its agent has answered. Raises CpuppError."""
+    """Open a session to one host; timeout_s: for the connection, and then for its agent. Raises CpuppError."""
     from cpupp.launch.ssh import SshTransport
+    from cpupp.launch.ssh_network import CONNECT_TIMEOUT_S, network_of
 
-    transport = LocalTransport() if host.ssh is None else SshTransport(host.ssh, config=ssh_config)
+    transport: Transport = LocalTransport()
+    if host.ssh is not None:
+        network = network_of(ssh_config, min(timeout_s, CONNECT_TIMEOUT_S))
+        transport = SshTransport(host.ssh, network=network, accept_new=accept_new)
     session = AgentSession(host.name, transport, on_event, leash_s=leash_s, grace_s=grace_s)
     session.open(timeout_s)
     return session

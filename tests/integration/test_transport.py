@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cpupp.errors import CpuppError, ExitCode
+from cpupp.errors import CpuppError
 from cpupp.launch.ssh import SshTransport
 from cpupp.launch.transport import LocalTransport
 from tests.integration.agent_bench import GONE_S, Bench, wait_until
+from tests.integration.ssh_bench import answers, client_config, known_hosts_of, refused
 from tests.testbed.bed import Bed, Host, HostOptions, hosts
 
 
@@ -32,33 +33,7 @@ def _no_ssh_agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def config(bed: Bed, tmp_path: Path) -> Path:
     """A copy of the bed's SSH config and known hosts, for a test to change."""
-    known = tmp_path / "known_hosts"
-    known.write_text(bed.known_hosts.read_text(encoding="ascii"), encoding="ascii")
-    path = tmp_path / "config"
-    text = bed.ssh_config.read_text(encoding="utf-8").replace(str(bed.known_hosts), str(known))
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def known_hosts_of(config: Path) -> Path:
-    return config.parent / "known_hosts"
-
-
-def answers(target: str, config: Path, hostname: str) -> None:
-    """Open a session, ask the host who it is, close."""
-    with Bench(SshTransport(target, config=config)) as bench:
-        facts = bench.session.request("probe", name="a", engine_python="python3", model_path="/nonexistent")
-        assert facts["hostname"] == hostname
-
-
-def refused(target: str, config: Path, **options: float) -> CpuppError:
-    """Fail to open a session; return the error, which has the right exit code and names the host."""
-    with pytest.raises(CpuppError) as caught, Bench(SshTransport(target, config=config, **options)):
-        pass
-    assert caught.value.exit_code == ExitCode.UNREACHABLE
-    assert caught.value.where == "a"
-    assert caught.value.hint
-    return caught.value
+    return client_config(bed, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -192,6 +167,7 @@ def test_something_that_is_no_ssh_server(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         error = refused(f"root@127.0.0.1:{server.getsockname()[1]}", config, connect_timeout_s=2.0)
     assert error.code == "SSH-UNREACHABLE"
+    assert "says nothing that an SSH server says" in error.message
 
 
 def test_jumps_with_user_and_port(bed: Bed, config: Path) -> None:
@@ -300,9 +276,10 @@ def test_a_killed_sshd_ends_the_run() -> None:
 def test_many_sessions_at_once_within_max_startups() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    with hosts(HostOptions(sshd_config=["MaxStartups 2:100:4"])) as bed:
-        benches = [Bench(SshTransport("a", config=bed.ssh_config)) for _ in range(10)]
-        with ThreadPoolExecutor(10) as pool:
+    # Each with connections of its own, as launchers that know nothing of each other.
+    with hosts(HostOptions(sshd_config=["MaxStartups 3"])) as bed:
+        benches = [Bench(SshTransport("a", config=bed.ssh_config)) for _ in range(12)]
+        with ThreadPoolExecutor(12) as pool:
             for _ in pool.map(lambda bench: bench.session.open(), benches):
                 pass
             list(pool.map(lambda bench: bench.session.close(), benches))

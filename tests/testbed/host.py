@@ -166,6 +166,19 @@ class Host:
 
         wait_for(listens, f"sshd of host {self.name}")
 
+    def stop_sshd(self) -> None:
+        """End the sshd that listens; the sessions that are open live on."""
+        assert self._sshd is not None
+        self._sshd.terminate()
+        self._sshd.wait(START_TIMEOUT_S)
+
+    def restart_sshd(self) -> None:
+        """Let sshd read its configuration again: a new one, in the place of the old."""
+        self.stop_sshd()
+        (self.folder / "sshd.log").rename(self.folder / "sshd.old.log")
+        self.start_sshd()
+        self.wait_for_sshd()
+
     def crash(self) -> None:
         """The power goes: no packet leaves any more, and nothing on the host runs any more."""
         self.link.drop()

@@ -56,7 +56,7 @@ TABLE = (
     Row(files="cpupp.*", may=("cpupp", "cpupp.*", "rich", "typer")),  # cli, render and what belongs to them
 )
 # Third-party packages that one module of a row may import, and no other.
-EXCEPTIONS = {("cpupp.plan.cluster", "pydantic")}
+EXCEPTIONS = {("cpupp.plan.cluster", "pydantic"), ("cpupp.launch.host_certificate", "cryptography")}
 # cli reads the launcher's environment. The local transport hands it on whole, to an agent born on this machine.
 ENVIRONMENT = {"cpupp.cli", "cpupp.launch.transport"}
 
