@@ -23,7 +23,7 @@ NUM_RESTARTS = 20
 
 
 def run_cycles(folder: Path, count: int, seed: int) -> tuple[list[str], int]:
-    """Do `count` cycles on pairs of hosts, and restarts in one launcher; return what to write and how many are wrong."""
+    """Do `count` cycles on pairs of hosts, and restarts in one launcher; return what to write, how many are wrong."""
     chance = random.Random(seed)
     plans = [(number, chance.choice(STOPS), chance.uniform(0.0, LATEST_S)) for number in range(count)]
     free: queue.SimpleQueue[Lane] = queue.SimpleQueue()

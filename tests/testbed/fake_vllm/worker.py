@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import socket
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 # From the site folder that the agent made, as in a real rank.
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank.announce import append_report
+from cpupp.rank.beat import Beat
 
 from .gang import Line, Master, Member, Store
 from .script import Script, forever
@@ -81,11 +81,7 @@ def run(script: Script, place: Place, handoff: RankHandoff | None, steps: socket
 
 def start_beat(handoff: RankHandoff, place: Place) -> None:
     """Watch the other vLLM nodes as a real worker does, over the store here in the place of torch's."""
-    try:
-        beat = importlib.import_module("cpupp.rank.beat")
-    except ModuleNotFoundError:
-        return
-    beat.Beat(handoff, lambda: Store(place.master, 6.0), lambda report: append_report(handoff.reports, report)).start()
+    Beat(handoff, lambda: Store(place.master, 6.0), lambda report: append_report(handoff.reports, report)).start()
 
 
 def serve_steps(script: Script, master: Master, steps: Line) -> None:
