@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from cpupp.plan.status import HostAnswer
 ASK_S = 15.0
 """Seconds for one answer: a host that takes longer counts as not reached."""
 METRICS_S = 3.0
+LOAD_EVERY_S = 5.0
+"""Between two looks at /metrics once two are there: vLLM writes a line into its log for each."""
 PATIENCE_S = 25.0
 """Seconds until a host that has not answered at all, connecting included, counts as not reached."""
 
@@ -118,11 +121,12 @@ def spec_of(run: Run) -> ClusterSpec:
     return ClusterSpec.model_validate({"name": run.name, "model": {"path": "."}, "hosts": hosts})
 
 
-def answer_of(hosts: RunHosts, host: str, run: str) -> HostAnswer:
+def answer_of(hosts: RunHosts, host: str, run: str, *, with_load: bool = True) -> HostAnswer:
     """What a host says of all its runs, and of the load of `run` where it is its head. Never raises a CpuppError."""
     try:
         sites = read_sites(hosts.ask(host, "runs"))
-        load = _load(hosts, host, [site for site in sites if site.run == run and site.host == host and site.held])
+        mine = [site for site in sites if site.run == run and site.host == host and site.held]
+        load = _load(hosts, host, mine) if with_load else None
     except CpuppError as error:
         return HostAnswer(host=host, at=time.monotonic(), error=error.message, hint=error.hint)
     return HostAnswer(host=host, at=time.monotonic(), sites=sites, load=load)
@@ -152,6 +156,7 @@ class HostPoll:
         self._last: dict[str, HostAnswer] = {}
         self._before: dict[str, HostAnswer] = {}
         self._rounds = dict.fromkeys(hosts.names, 0)
+        self._loads: dict[str, list[Load | None]] = {name: [None, None] for name in hosts.names}
         for name in hosts.names:
             threading.Thread(target=self._follow, args=(name,), daemon=True, name=f"poll-{name}").start()
 
@@ -173,7 +178,9 @@ class HostPoll:
                 for name in self.hosts.names
                 if name not in self._last
             }
-            return dict(self._before), {**silent, **self._last}
+            before = {name: replace(answer, load=self._loads[name][0]) for name, answer in self._before.items()}
+            last = {name: replace(answer, load=self._loads[name][1]) for name, answer in self._last.items()}
+            return before, {**silent, **last}
 
     def close(self) -> None:
         """Ask no more."""
@@ -183,12 +190,17 @@ class HostPoll:
         return name in self._last and bool(self._last[name].error)
 
     def _follow(self, name: str) -> None:
+        asked = 0.0
         while not self._ended.is_set():
-            answer = answer_of(self.hosts, name, self._run)
+            with_load = self._rounds[name] < 2 or time.monotonic() - asked >= LOAD_EVERY_S
+            answer = answer_of(self.hosts, name, self._run, with_load=with_load)
             with self._changed:
                 if name in self._last:
                     self._before[name] = self._last[name]
                 self._last[name] = answer
+                if with_load or answer.error:
+                    asked = time.monotonic()
+                    self._loads[name] = [self._loads[name][1] if answer.load else None, answer.load]
                 self._rounds[name] += 1
                 self._changed.notify_all()
             self._ended.wait(self._every_s)

@@ -212,7 +212,7 @@ def _rank(
         return RankStatus(place=place, alive=False, doing=_how_it_ended(node))
     pid = node.ranks.get(place.rank)
     alive = node.alive and not (pid is not None and _gone(node, pid))
-    age = max(0.0, site.time - node.log_time) if node.log_time else None
+    age = _log_age(place, before.get(place.host), site)
     if not alive:
         return RankStatus(place=place, alive=False, doing=_how_it_ended(node), pid=pid, log_age=age)
     process = node.processes.get(pid if pid is not None else node.main_pid)
@@ -226,6 +226,15 @@ def _rank(
         rss=process.rss if process is not None else node.rss if single else None,
         log_age=age,
     )
+
+
+def _log_age(place: RankPlace, before: Site | None, after: Site) -> float | None:
+    """Seconds since the vLLM node's last line, before the look itself: asking /metrics makes vLLM write one."""
+    for site in (before, after):
+        node = site.nodes.get(place.node_rank) if site is not None else None
+        if site is not None and node is not None and node.log_time:
+            return max(0.0, site.time - node.log_time)
+    return None
 
 
 def _absent(place: RankPlace, state: RunState, answer: HostAnswer | None) -> RankStatus:

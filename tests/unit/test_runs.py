@@ -150,7 +150,7 @@ def test_a_run_that_works() -> None:
         1000,
         5,
         1.5,
-        12.0,
+        10.0,
     )
     assert second.cpu is None  # its host wrote nothing new between the two rounds
 
