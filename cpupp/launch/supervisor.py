@@ -254,6 +254,8 @@ class Supervisor:
             case Ask():
                 do.run(do.ask)
             case Detach():
+                if self.plan.restart.policy != "never":
+                    self.view.note("nobody restarts a detached run: a failure ends it, whatever `restart` says")
                 do.run(do.detach)
             case StopAll(now=now, failed=failed):
                 self._stopping += 1
