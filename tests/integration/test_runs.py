@@ -126,8 +126,8 @@ def test_a_detached_run_is_seen_read_and_stopped(place: Place) -> None:
     stopped = place.data("stop", run, "--grace", "1")["runs"][0]
     assert (stopped["state"], stopped["by"]) == ("stopped", "hosts")
     assert [host["found"] for host in stopped["hosts"]] == [1, 1]
-    followed = first + follower.communicate(timeout=60)[0]
-    assert follower.returncode == 0
+    followed = first + follower.stdout.read()
+    assert follower.wait(60) == 0
 
     kept = place.cpupp("logs", run).stdout
     for rank in (0, 1):
@@ -192,8 +192,8 @@ def test_an_attached_run_from_another_terminal(place: Place, tmp_path: Path) -> 
         stop = place.data("stop", state=state)["runs"][0]
         assert (stop["by"], stop["state"]) == ("launcher", "stopped")
         assert launch.wait() == 143
-        assert ": stopped" in watch.communicate(timeout=60)[0]
-        assert watch.returncode == 1
+        assert ": stopped" in watch.stdout.read()
+        assert watch.wait(60) == 1
     assert_quiet(place.bed)
 
 
