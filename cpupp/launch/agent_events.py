@@ -28,7 +28,7 @@ class AgentEvents:
         why = str(data.get("why") or "")
         match kind:
             case "output":
-                return self._output(node, host, data["data"], data.get("end"), at)
+                return self._output(node, host, data["data"], at)
             case "report":
                 return self._reported(node, data["line"], at)
             case "spawned":
@@ -49,10 +49,10 @@ class AgentEvents:
             case _:
                 return []
 
-    def _output(self, node: int, host: str, data: str, end: int | None, at: float) -> list[Event]:
+    def _output(self, node: int, host: str, data: str, at: float) -> list[Event]:
         log = self._logs[node]
         was = log.error
-        lines = log.feed(data, end)
+        lines = log.feed(data)
         if log.error and not was:
             self._note(f"the log of vLLM node {node} ({host}) cannot be written and has a gap: {log.error}")
         return [Logged(at=at, node_rank=node, line=line) for line in lines]

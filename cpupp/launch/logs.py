@@ -41,13 +41,12 @@ class NodeLog:
         """
         return self._num_taken - self._file.num_bytes
 
-    def feed(self, data: str, end: int | None = None) -> list[str]:
+    def feed(self, data: str) -> list[str]:
         """Append output (text with surrogate escapes for odd bytes) and return its new complete lines.
 
-        end: how many bytes its vLLM node had written up to here, where the agent says so: it hides secrets, too.
         A full disk loses the file's share, never the run: the reason stays in `error`.
         """
-        self._num_taken = self._num_taken + len(data.encode("utf-8", "surrogateescape")) if end is None else end
+        self._num_taken += len(data.encode("utf-8", "surrogateescape"))
         return self._take(self._masked.feed(data))
 
     def _take(self, data: str) -> list[str]:

@@ -98,7 +98,3 @@ def test_how_far_a_log_is_behind_what_was_written(tmp_path: Path) -> None:
     log.feed("a hunter2hunter2 z\n")
     log.close()
     assert log.shift == len("hunter2hunter2") - len("<secret>")
-    told = NodeLog(tmp_path / "node-1-b.log")
-    told.feed("a <secret> z\n", 40)  # the agent hid it, and says where it is
-    told.close()
-    assert told.shift == 40 - len("a <secret> z\n")
