@@ -170,19 +170,30 @@ def host_failures(sites: Mapping[str, Site]) -> list[Failure]:
     """What the hosts wrote down, the cause first: own evidence goes before the loss of a peer, then the earlier."""
     found = [(site, site.failure) for site in sites.values() if site.failure is not None]
     found.sort(key=lambda pair: (pair[1].code in ("PEER-LOST", "AGENT-LOST"), pair[1].time))
-    return [_failure(site, failure) for site, failure in found]
+    return [_failure(site, failure, sites) for site, failure in found]
 
 
-def _failure(site: Site, failure: HostFailure) -> Failure:
-    node = site.nodes.get(failure.node)
+def _failure(site: Site, failure: HostFailure, sites: Mapping[str, Site]) -> Failure:
+    """The failure at the host that it is about: the loss of a peer is written down by another one."""
+    lost = failure.code == "PEER-LOST"
+    home = next((other for other in sites.values() if lost and failure.node in other.nodes), site)
+    node = home.nodes.get(failure.node)
     return Failure(
-        host=site.host,
+        host=_host_of(failure.node, site) if lost and node is None else home.host,
         node_rank=failure.node if failure.node >= 0 else None,
         ranks=tuple(sorted(node.ranks)) if node else (),
         code=failure.code,
         message=failure.message,
         last_lines=failure.last_lines,
     )
+
+
+def _host_of(node: int, site: Site) -> str:
+    """The host of a vLLM node of which no host knows any more, where the record tells; else that of the site."""
+    names = site.record.get("hosts")
+    if isinstance(names, list) and len(names) == site.record.get("num_nodes") and 0 <= node < len(names):
+        return str(names[node])
+    return site.host
 
 
 def places_reported(sites: Mapping[str, Site]) -> tuple[RankPlace, ...]:

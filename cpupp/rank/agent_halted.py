@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import agent_proc
 
-HALTED_S = 4.0
+HALTED_S = 2.5
 """How long agent or keeper may be seen stopped by the other one. One that a debugger holds (state `t`) never is."""
 
 

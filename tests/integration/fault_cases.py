@@ -108,8 +108,8 @@ FAULTS = [
     Fault(name="segv-core", strike=send("core", 0, SEGV), host=0, code="RANK-EXIT"),
     # Stopped
     Fault(name="stop-launcher", strike=signal_launcher(STOP), bound_s=LEASH_S, repair=resume, code="LAUNCHER-STOPPED"),
-    Fault(name="stop-agent-follower", strike=send("agent", 1, STOP), host=1, code="HOST-LOST", bound_s=12),
-    Fault(name="stop-keeper-head", strike=send("keeper", 0, STOP), host=0, code="KEEPER-LOST", bound_s=12),
+    Fault(name="stop-agent-follower", strike=send("agent", 1, STOP), host=1, code="HOST-LOST"),
+    Fault(name="stop-keeper-head", strike=send("keeper", 0, STOP), host=0, code="KEEPER-LOST"),
     Fault(name="stop-worker-follower", strike=send("worker", 1, STOP), host=1, code="RANK-HALTED", ranks=[1]),
     Fault(name="stop-core", strike=send("core", 0, STOP), host=0, code="RANK-HALTED", words="VLLM::EngineCore"),
     Fault(name="stop-main-starting", at="starting", strike=send("main", 1, STOP), host=1, code="RANK-HALTED"),

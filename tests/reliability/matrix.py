@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.integration.fault_cases import FAULTS, cut, drop, mend
-from tests.integration.faults import DOWN_S, LEASH_S, Fault, Outcome, make_lanes, play_all, send, signal_launcher
+from tests.integration.faults import LEASH_S, Fault, Outcome, make_lanes, play_all, send, signal_launcher
 from tests.testbed.bed import HostOptions, hosts
 
 NUM_LANES = 4
@@ -42,7 +42,6 @@ def _signals() -> Iterator[Fault]:
                         host=index,
                         code=_detached(wanted) if detached else wanted,
                         exit_code=0 if detached else 1,
-                        bound_s=DOWN_S + 2 if stopped else DOWN_S,
                     )
 
 

@@ -202,6 +202,15 @@ def test_the_first_failure_is_own_evidence_before_the_loss_of_a_peer() -> None:
     assert found.first_failure.last_lines == ("last",)
 
 
+def test_the_loss_of_a_peer_is_told_at_the_host_that_was_lost() -> None:
+    ended: dict[str, Any] = {"held": False, "ended": True}
+    lost = changed(site("b", 1, **ended), failure=failure("PEER-LOST", 10.0))  # of node 0
+    for after in (answers(site("a", 0, **ended), lost), answers(None, lost)):
+        first = status(after).first_failure
+        assert first is not None
+        assert (first.host, first.node_rank) == ("a", 0)
+
+
 def test_ended_in_order_and_left_without_a_word() -> None:
     ended: dict[str, Any] = {"held": False, "ended": True}
     assert status(answers(site("a", 0, **ended), site("b", 1, **ended))).state is RunState.STOPPED
