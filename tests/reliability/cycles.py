@@ -19,7 +19,7 @@ from tests.testbed.bed import hosts
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 LATEST_S = 8.0  # of the random moment: some runs are ready by then
 NUM_LANES = 3
-NUM_RESTARTS = 20
+NUM_RESTARTS = 12
 
 
 def run_cycles(folder: Path, count: int, seed: int) -> tuple[list[str], int]:
@@ -74,7 +74,7 @@ def _cycle(folder: Path, lane: Lane, signum: signal.Signals, moment: float) -> t
 
 def _restarts(folder: Path, lane: Lane) -> tuple[list[int], list[int]]:
     """Open descriptors and threads of one launcher at each of its attempts' readiness."""
-    restart = {"policy": "on-failure", "max": NUM_RESTARTS, "backoff": 0}
+    restart = {"policy": "on-failure", "max": NUM_RESTARTS, "backoff": 0.001}  # which doubles each time
     run = start(folder, lane, [{}, {}], restart=restart)
     descriptors, threads = [], []
     try:
