@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
-from . import agent_env, agent_logs, agent_proc, agent_records, agent_site, agent_state
+from . import agent_env, agent_logs, agent_mask, agent_proc, agent_records, agent_site, agent_state
 from .agent_guard import PEER_LOST, Guard
 from .agent_node import Node, NodeError
 from .agent_request import RequestError
@@ -101,6 +101,7 @@ class Attempt:
             if self.detached:
                 raise RequestError("AGENT-REQUEST", f"run {self.run_id} is detached")
             self._refuse_while_stopping()
+            agent_mask.MASK.add(_secrets(request))
             reports = str(request.get("reports") or f"{{site}}/reports-{number}.ndjson").replace("{site}", self.site)
             order = self._order(number, request)
             node = Node(number, order, reports, self.outbox, self.children, self.sources, self.guard.take)
@@ -128,6 +129,7 @@ class Attempt:
             "node": number,
             "argv": argv,
             "env": agent_env.node_environment(request, self.site),
+            "mask": _secrets(request),
             "cwd": os.path.expanduser(request.get("cwd") or os.getcwd()),
             "cores": list(request.get("cores") or ()),
             "log": os.path.join(self.site, "logs", f"node{number}.log"),
@@ -266,7 +268,8 @@ class Attempt:
         log = os.path.join(self.site, "logs", f"node{int(request['node'])}.log")
         size = min(int(request.get("size", 65536)), 1 << 20)
         try:
-            return agent_logs.read_log(log, -size, size).data.decode("utf-8", "surrogateescape")
+            text = agent_logs.read_log(log, -size, size).data.decode("utf-8", "surrogateescape")
+            return agent_mask.MASK.text(text)
         except OSError as error:
             raise RequestError("AGENT-REQUEST", f"{log}: {error.strerror}") from None
 
@@ -275,3 +278,7 @@ def _wait(nodes: dict[int, Node], timeout_s: float, event: Callable[[Node], thre
     end = time.monotonic() + timeout_s
     for node in nodes.values():
         event(node).wait(max(0.0, end - time.monotonic()))
+
+
+def _secrets(request: dict[str, Any]) -> list[str]:
+    return [*request.get("mask", ()), *request.get("secrets", {}).values()]

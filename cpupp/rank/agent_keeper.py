@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from . import agent_proc, agent_shm_watch, agent_site
+from . import agent_mask, agent_proc, agent_shm_watch, agent_site
 from .agent_halted import HaltWatch
 
 TICK_S = 1.0
@@ -261,5 +261,6 @@ def main(sources: dict[str, str]) -> int:
         data = (data + piece).lstrip(b"\n")  # an empty line is the agent's sign of life, which may come first
     order, _, rest = data.partition(b"\n")
     keeper = Keeper(json.loads(order), control)
+    agent_mask.MASK.add(keeper.order.get("mask", ()))
     keeper.take_orders(rest)
     return keeper.run()

@@ -12,6 +12,8 @@ import os
 import re
 from typing import NamedTuple
 
+from . import agent_mask
+
 PART = 64 << 20
 CHUNK = 1 << 20
 
@@ -93,10 +95,15 @@ def complete(log: str, part: int = PART) -> None:
     if not os.path.exists(raw):
         return
     store = LogStore(log, 0, part)
+    mask = agent_mask.FileMask(agent_mask.MASK)
     with open(raw, "rb") as file:
-        file.seek(store.size)
-        for data in iter(lambda: file.read(CHUNK), b""):
-            store.write(data)
+        end = os.fstat(file.fileno()).st_size
+        while store.size < end:
+            file.seek(store.size)
+            data = file.read(CHUNK)
+            shown = mask.show(data, last=file.tell() >= end)
+            store.write(shown)
+            mask.advance(len(shown))
     store.close()
     os.unlink(raw)
 
@@ -134,5 +141,6 @@ def last_lines(log: str, number: int = 20, size: int = 16384) -> list[str]:
     """Return the last lines of a log as text, none when it cannot be read."""
     with contextlib.suppress(OSError):
         piece = read_log(log, -size, size)
-        return piece.data.decode("utf-8", "replace").replace("\0", "").splitlines()[-number:]
+        text = agent_mask.MASK.text(piece.data.decode("utf-8", "replace"))
+        return text.replace("\0", "").splitlines()[-number:]
     return []

@@ -18,6 +18,7 @@ class Mask:
     """A set of secret values. Values may be added at any time; what was shown before stays shown."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
+        self._raw: Mask | None = None
         self._forms: tuple[str, ...] = ()
         self._firsts: frozenset[str] = frozenset()
         self._longest = 0
@@ -28,9 +29,22 @@ class Mask:
         forms = set(self._forms)
         for value in values:
             forms.update(_forms(value))
+        self._take(forms)
+
+    def _take(self, forms: set[str]) -> None:
         self._forms = tuple(sorted(forms))
         self._firsts = frozenset(form[0] for form in forms)
+        self._raw = None
         self._longest = max(map(len, forms), default=0)
+
+    @property
+    def raw(self) -> Mask:
+        """The same for bytes, decoded as latin-1."""
+        if self._raw is None:
+            raw = Mask()
+            raw._take({form.encode("utf-8", "surrogateescape").decode("latin-1") for form in self._forms})
+            self._raw = raw
+        return self._raw
 
     def text(self, text: str) -> str:
         """Return a whole text with `<secret>` in the place of every value."""
@@ -75,6 +89,10 @@ class Mask:
         return 0
 
 
+MASK = Mask()
+"""Of this process: an agent hides the secrets of the vLLM nodes that it started, a keeper those of its own."""
+
+
 class MaskStream:
     """Masks a text that comes in pieces, wherever they are cut. What may be the start of a value waits for the rest."""
 
@@ -110,6 +128,38 @@ class MaskStream:
         shown.append(data[place:cut])
         self._held, self._covered = data[cut:], covered
         return "".join(shown)
+
+
+class FileMask:
+    """Masks a file that is copied in pieces, byte for byte of the same length, so that offsets stay what they are."""
+
+    def __init__(self, mask: Mask) -> None:
+        self._mask = mask
+        self._covered = 0  # bytes at the present offset that belong to a value whose beginning was copied
+        self._spans: list[tuple[int, int]] = []
+
+    def show(self, data: bytes, last: bool = False) -> bytes:
+        """Return what may be copied of the bytes at the present offset: as many of them, from the first on.
+
+        What may be the start of a value waits for the rest, unless `last` says that there is none.
+        """
+        mask = self._mask.raw
+        text = data.decode("latin-1")
+        rest = mask.overhang(text)
+        more = [(0, min(self._covered, len(text)))] if self._covered else []
+        if last and rest >= SHORTEST:
+            more.append((len(text) - rest, len(text)))
+        self._spans = _merged([*mask.spans(text), *more])
+        shown = bytearray(data)
+        for start, end in self._spans:
+            begun = start == 0 and self._covered
+            shown[start:end] = b"*" * (end - start) if begun else SHOWN.encode().ljust(end - start, b"*")
+        return bytes(shown if last else shown[: len(data) - rest])
+
+    def advance(self, length: int) -> None:
+        """Leave so many of the bytes that `show` returned behind; they are copied."""
+        left = [end - length for start, end in self._spans if start < length < end]
+        self._covered = left[0] if left else max(0, self._covered - length)
 
 
 def _forms(value: str) -> set[str]:

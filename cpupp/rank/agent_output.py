@@ -13,7 +13,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
-from . import agent_logs
+from . import agent_logs, agent_mask
 
 if TYPE_CHECKING:
     from .agent_outbox import Outbox
@@ -33,12 +33,6 @@ class Follower:
         self.offset = 0
         self.punched = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-
-    def read(self) -> tuple[int, str]:
-        """Return the number of new bytes (0 when there are none) and their text, which may lag by a half character."""
-        data = self.peek(CHUNK)
-        self.advance(len(data))
-        return len(data), self.decoder.decode(data)
 
     def peek(self, size: int) -> bytes:
         """Return new bytes, which stay new until `advance`."""
@@ -95,6 +89,7 @@ class Output:
         self.patterns: list[re.Pattern[bytes]] = []
         self._report = b""
         self._line = b""
+        self._mask = agent_mask.FileMask(agent_mask.MASK)
 
     @property
     def begin(self) -> int:
@@ -112,6 +107,7 @@ class Output:
         os.rename(self.path, raw)  # the ranks go on writing to it
         self.log.path = raw
         self.log.offset = self.log.punched
+        self._mask = agent_mask.FileMask(agent_mask.MASK)
         self.patterns = [re.compile(pattern.encode()) for pattern in patterns]
         self.store = agent_logs.LogStore(self.path, self.log.offset)
 
@@ -123,13 +119,10 @@ class Output:
         self.reports.advance(len(data))
         *lines, self._report = (self._report + data).split(b"\n")
         for line in filter(None, lines):
-            self.emit("report", line=line.decode("utf-8", "surrogateescape"))
+            self.emit("report", line=agent_mask.MASK.text(line.decode("utf-8", "surrogateescape")))
         if self.store is not None:
             return bool(self._keep(self.store) or data)
-        num_written, text = self.log.read()
-        if text:
-            self.emit("output", data=text)
-        return bool(num_written or data)
+        return bool(self._send() or data)
 
     def emit(self, event: str, **data: Any) -> None:
         """Tell whoever is there."""
@@ -144,17 +137,28 @@ class Output:
         if self.store is not None:
             self.store.close()
             return
+        self._send(last=True)
         rest = self.log.end()
         if rest:
             self.emit("output", data=rest)
 
+    def _send(self, last: bool = False) -> int:
+        data = self._mask.show(self.log.peek(CHUNK), last)
+        self.log.advance(len(data))
+        self._mask.advance(len(data))
+        text = self.log.decoder.decode(data)
+        if text:
+            self.emit("output", data=text)
+        return len(data)
+
     def _keep(self, store: agent_logs.LogStore) -> int:
-        data = self.log.peek(agent_logs.CHUNK)
+        data = self._mask.show(self.log.peek(agent_logs.CHUNK))
         before = store.size
         with contextlib.suppress(OSError):  # the disk may be full: what could not be copied stays where it is
             store.write(data)
         length = store.size - before
         self.log.advance(length)
+        self._mask.advance(length)
         if self.patterns:
             *lines, self._line = (self._line + data[:length]).split(b"\n")
             self._line = self._line[-65536:]

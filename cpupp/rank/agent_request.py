@@ -7,6 +7,8 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
+from .agent_mask import MASK
+
 if TYPE_CHECKING:
     from .agent_outbox import Outbox
 
@@ -41,7 +43,9 @@ class Requests:
         if operation is None:
             known = ", ".join(self.operations)
             message = f"unknown operation {request['op']!r}; known: {known}"
-            self.outbox.put({"id": number, "ok": False, "error": {"code": "AGENT-REQUEST", "message": message}})
+            self.outbox.put(
+                {"id": number, "ok": False, "error": {"code": "AGENT-REQUEST", "message": MASK.text(message)}}
+            )
         elif request["op"] in QUICK:
             self._answer(number, operation, request)
         else:
@@ -52,12 +56,12 @@ class Requests:
         try:
             reply = {"id": number, "ok": True, "data": operation(request)}
         except RequestError as error:
-            reply = {"id": number, "ok": False, "error": {"code": error.code, "message": str(error)}}
+            reply = {"id": number, "ok": False, "error": {"code": error.code, "message": MASK.text(str(error))}}
         except (KeyError, TypeError, ValueError) as error:
             message = f"{request['op']}: {type(error).__name__}: {error}"
-            reply = {"id": number, "ok": False, "error": {"code": "AGENT-REQUEST", "message": message}}
+            reply = {"id": number, "ok": False, "error": {"code": "AGENT-REQUEST", "message": MASK.text(message)}}
         except Exception as error:
             trace = traceback.format_exc(limit=-3)
             message = f"{request['op']}: {type(error).__name__}: {error}\n{trace}"
-            reply = {"id": number, "ok": False, "error": {"code": "AGENT-FAILED", "message": message}}
+            reply = {"id": number, "ok": False, "error": {"code": "AGENT-FAILED", "message": MASK.text(message)}}
         self.outbox.put(reply)

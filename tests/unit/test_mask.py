@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpupp.rank.agent_mask import SHOWN, Mask
+from cpupp.rank.agent_mask import SHOWN, FileMask, Mask
 
 TOKEN = "hf_0123456789"
 
@@ -83,3 +83,31 @@ def test_pieces_show_what_the_whole_text_shows(values: list[str], text: str, cut
     whole, pieces = mask.text(text + "\n"), in_pieces(mask, text + "\n", cuts)
     assert pieces == whole
     assert not any(value in pieces for value in values)
+
+
+def copied(values: list[str], data: bytes, sizes: list[int]) -> bytes:
+    """What a copy holds that takes at most so many bytes at a time, of what there is to be seen at that time."""
+    mask, copy, seen = FileMask(Mask(values)), b"", 0
+    for size in sizes:
+        seen = min(len(data), seen + size)
+        taken = mask.show(data[len(copy) : seen])[: max(1, size // 2)]  # as when a disk is nearly full
+        copy += taken
+        mask.advance(len(taken))
+    return copy + mask.show(data[len(copy) :], last=True)
+
+
+@given(
+    st.lists(st.sampled_from(["abcabcabc", "bcabcabcd", "aaaaaaaa", "dddddddddd", "ab\N{SNOWMAN}cdabcd"]), max_size=4),
+    st.text("abcd\N{SNOWMAN}", max_size=60),
+    st.lists(st.integers(0, 20), max_size=20),
+)
+def test_a_copy_in_pieces_has_the_same_length_and_no_value(values: list[str], text: str, sizes: list[int]) -> None:
+    data = (text + "\n").encode()
+    copy = copied(values, data, sizes)
+    assert len(copy) == len(data)
+    assert not any(value.encode() in copy for value in values)
+    hidden = bytearray(data)
+    raw = Mask(values).raw
+    for start, end in raw.spans(data.decode("latin-1")):
+        hidden[start:end] = SHOWN.encode().ljust(end - start, b"*")
+    assert copy == bytes(hidden)
