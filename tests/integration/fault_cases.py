@@ -111,7 +111,7 @@ FAULTS = [
     Fault(name="stop-agent-follower", strike=send("agent", 1, STOP), host=1, code="HOST-LOST"),
     Fault(name="stop-keeper-head", strike=send("keeper", 0, STOP), host=0, code="KEEPER-LOST"),
     Fault(name="stop-worker-follower", strike=send("worker", 1, STOP), host=1, code="RANK-HALTED", ranks=[1]),
-    Fault(name="stop-core", strike=send("core", 0, STOP), host=0, code="RANK-HALTED", words="VLLM::EngineCore"),
+    Fault(name="stop-core", strike=send("core", 0, STOP), host=0, code="RANK-HALTED", words="VLLM::EngineCor"),
     Fault(name="stop-main-starting", at="starting", strike=send("main", 1, STOP), host=1, code="RANK-HALTED"),
     # Cut
     Fault(name="link-down-follower", strike=cut(1), repair=mend, bound_s=LEASH_S, host=1, code="HOST-LOST", ranks=[1]),
