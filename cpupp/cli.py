@@ -214,25 +214,26 @@ def doctor(
     file: Annotated[
         str | None, typer.Argument(metavar="[FILE]", help="The cluster file; without it, this machine.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CODE[,CODE]", help="Run these checks alone: codes, or beginnings (NET)."),
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(metavar="CODE[,CODE]", help="Leave these checks out.")] = None,
     accept_new: _AcceptNew = False,
     as_json: _Json = False,
 ) -> None:
     """Check the hosts of a cluster file, or this machine, without loading a model."""
     with _guard("doctor", as_json), _signals() as signals:
-        from cpupp.plan.diagnose import diagnose
-        from cpupp.render import page_width, print_envelope
-        from cpupp.render_report import report_data, report_page
+        from cpupp import cli_doctor
+        from cpupp.plan.checks import CHECKS
+        from cpupp.plan.selection import chosen_codes
 
-        spec = _this_machine() if file is None else _load(file)
+        codes = chosen_codes(CHECKS, only or (), skip or ())
+        spec = cli_doctor.this_machine() if file is None else _load(file)
         try_secrets(spec, os.environ)
-        facts, failures = signals.wait(lambda: _examine(spec, accept_new))
-        report = diagnose(None if file is None else spec, facts, failures)
-        ok = report.count("error") == 0
-        if as_json:
-            print_envelope("doctor", ok=ok, data=report_data(report, facts))
-        else:
-            title = "this machine" if file is None else f"cluster {spec.name}, {len(spec.hosts)} hosts"
-            report_page(title, report, facts, page_width(sys.stdout)).show(sys.stdout)
+        tell = _tell if accept_new else None
+        examined = signals.wait(lambda: cli_doctor.examine(spec, codes, accept_new=tell))
+        ok = cli_doctor.show(None if file is None else spec, codes, examined, as_json)
         raise typer.Exit(int(ExitCode.OK if ok else ExitCode.FINDINGS))
 
 
@@ -289,27 +290,6 @@ def _finish_bench(plan: Plan, result: Any, as_json: bool) -> None:
     elif ok:
         show_bench(plan, result)
     raise typer.Exit(result.run.exit_code)
-
-
-def _this_machine() -> ClusterSpec:
-    from cpupp.plan.cluster import ClusterSpec
-
-    here = {"name": "here", "local": True}
-    engine = {"python": sys.executable}
-    return ClusterSpec.model_validate({"name": "here", "model": {"path": "."}, "hosts": [here], "engine": engine})
-
-
-def _examine(spec: ClusterSpec, accept_new: bool) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
-    """Ask every host that can be reached; return facts, and for the others what went wrong and a hint."""
-    from cpupp.launch.probe import probe_all
-    from cpupp.launch.session import connect_all
-
-    sessions, errors = connect_all(spec, accept_new=_tell if accept_new else None)
-    try:
-        facts, later = probe_all(spec, sessions)
-    finally:
-        _close(sessions)
-    return facts, {error.where: (error.message, error.hint) for error in [*errors, *later]}
 
 
 def _load(file: str) -> ClusterSpec:

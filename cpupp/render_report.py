@@ -13,7 +13,7 @@ from cpupp.plan.findings import Finding
 from cpupp.render import WIDTH, Page
 from cpupp.render_plan import add_groups, count, gib, groups_data
 
-_STYLE = {"ok": "green", "warning": "yellow", "error": "bold red"}
+_STYLE = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 def report_page(title: str, report: Report, facts: Mapping[str, HostFacts], width: int = WIDTH) -> Page:
@@ -26,7 +26,7 @@ def report_page(title: str, report: Report, facts: Mapping[str, HostFacts], widt
             ("host", "hostname", "CPUs", "NUMA", "memory", "/dev/shm", "Python", "torch", "vLLM"),
             [_host_row(name, fact) for name, fact in facts.items()],
         )
-    for severity, heading in (("error", "Errors"), ("warning", "Warnings")):
+    for severity, heading in (("error", "Errors"), ("warning", "Warnings"), ("info", "Worth knowing")):
         wrong = [finding for finding in report.findings if finding.severity == severity]
         if wrong:
             page.heading(heading)
@@ -72,17 +72,28 @@ def _worst(report: Report) -> str:
 def summary(report: Report) -> str:
     """`2 errors, 1 warning, 14 in order`."""
     parts = [count(report.count("error"), "error"), count(report.count("warning"), "warning")]
+    if report.count("info"):
+        parts.append(f"{report.count('info')} worth knowing")
     return f"{', '.join(parts)}, {report.count('ok')} in order"
 
 
 def catalogue_text() -> str:
     """docs/checks.md: every check with its code."""
-    rows = "".join(f"| `{entry.code}` | {entry.about} |\n" for entry in CHECKS.values())
+    rows = "".join(
+        f"| [`{entry.code}`](#{entry.code.lower()}) | {', '.join(entry.severities)} | {entry.about} |\n"
+        for entry in CHECKS.values()
+    )
+    sections = "".join(
+        f"\n## {entry.code}\n\nIn order: {entry.about}. Otherwise: {', '.join(entry.severities)}.\n\n"
+        f"- Cause: {entry.why}.\n- Fix: {entry.fix}.\n"
+        for entry in CHECKS.values()
+    )
     return (
         "# The checks of `cpupp doctor`\n\n"
-        "Made from the code (`pytest tests/unit --update-golden`). A finding is `ok`, `warning` (it runs, but costs\n"
-        "or surprises) or `error` (it would fail, or answer wrongly). Errors make `cpupp doctor` exit with 4.\n\n"
-        f"| code | what is in order when it is ok |\n| --- | --- |\n{rows}"
+        "Made from the code (`pytest tests/unit --update-golden`). A finding is `ok`, `info` (worth knowing, nothing\n"
+        "to do), `warning` (it runs, but costs or surprises) or `error` (it would fail, or answer wrongly). Errors\n"
+        "make `cpupp doctor` exit with 4. `--only` and `--skip` take codes, or what codes begin with (`NET`).\n\n"
+        f"| code | when not `ok` | what is in order when it is `ok` |\n| --- | --- | --- |\n{rows}{sections}"
     )
 
 

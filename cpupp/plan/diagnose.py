@@ -1,18 +1,19 @@
 """diagnose(spec, facts) -> Report: the findings of every check, and the groups with backend and reason.
 
-The checks live in `checks.py`; this module runs them and knows nothing of what they check.
+The checks live in `checks/`; this module runs them and knows nothing of what they check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from cpupp.plan import checks
 from cpupp.plan.backend import GroupPlan, plan_groups
+from cpupp.plan.checks import CHECKS
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
-from cpupp.plan.findings import Case, Finding
+from cpupp.plan.findings import UNREACHED, Case, Finding
 from cpupp.plan.grid import make_grid, slots_equation
 
 
@@ -32,10 +33,17 @@ def diagnose(
     spec: ClusterSpec | None,
     facts: Mapping[str, HostFacts],
     failures: Mapping[str, tuple[str, str]] | None = None,
+    codes: Iterable[str] | None = None,
+    **measured: Any,
 ) -> Report:
-    """Run every check on what is known. Never raises for what a host or a file may hold."""
-    case = Case(spec=spec, facts=facts, failures=failures or {})
-    findings = [replace(found, code=entry.code) for entry in checks.CHECKS.values() for found in entry.run(case)]
+    """Run the checks with these codes (None: all) on what is known. Never raises for what a host or a file may hold.
+
+    measured: further fields of `Case`. Hosts that were not reached are told whatever the codes.
+    """
+    case = Case(spec=spec, facts=facts, failures=failures or {}, **measured)
+    wanted = set(CHECKS if codes is None else codes)
+    entries = [entry for code, entry in CHECKS.items() if code in wanted or (code == UNREACHED and failures)]
+    findings = [replace(found, code=entry.code) for entry in entries for found in entry.run(case)]
     groups: tuple[GroupPlan, ...] = ()
     if spec is not None and slots_equation(spec) is None:
         groups = plan_groups(spec, make_grid(spec), facts)

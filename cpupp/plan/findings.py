@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 
-SEVERITIES = ("ok", "warning", "error")
+SEVERITIES = ("ok", "info", "warning", "error")
+"""`info` is worth knowing, and nothing is to be done about it."""
+
+UNREACHED = "HOST-REACH"
+"""The check whose errors are told whatever was chosen: the others are silent about such hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing found. severity: `ok`, `warning` or `error`; host: empty for the whole cluster.
+    """One thing found. severity: one of SEVERITIES; host: empty for the whole cluster.
 
     title: one line; evidence: what was read and where; cause: why it matters; fix: what to do, a command where there is
-    one. cause and fix are empty when nothing is wrong.
+    one. cause and fix are empty when nothing is wrong (for `ok`, and mostly for `info`).
     """
 
     code: str
@@ -45,25 +49,37 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One check of the catalogue: its code, what it is about, and the function that yields its findings."""
+    """One check of the catalogue: its code, what it is about, and the function that yields its findings.
+
+    about: what is in order when it is ok; why: what happens otherwise; fix: what to do, in general (a finding says it
+    for its host); severities: the worst first, without `ok`; needs: names of `Case` fields beside facts that it reads,
+    which are measured only for checks that were chosen.
+    """
 
     code: str
     about: str
+    why: str
+    fix: str
+    severities: tuple[str, ...]
+    needs: tuple[str, ...]
     run: Callable[[Case], Iterator[Finding]]
 
 
 CHECKS: dict[str, Check] = {}
 """The catalogue, in the order in which findings are shown."""
 
+Run = Callable[[Case], Iterator[Finding]]
+
 
 def check(
-    code: str, about: str
-) -> Callable[[Callable[[Case], Iterator[Finding]]], Callable[[Case], Iterator[Finding]]]:
-    """Register a function as the check `code`; its findings get that code."""
+    code: str, about: str, *, why: str, fix: str, severities: str, needs: tuple[str, ...] = ()
+) -> Callable[[Run], Run]:
+    """Register a function as the check `code`; its findings get that code. severities: words with spaces between."""
 
-    def register(run: Callable[[Case], Iterator[Finding]]) -> Callable[[Case], Iterator[Finding]]:
+    def register(run: Run) -> Run:
         assert code not in CHECKS
-        CHECKS[code] = Check(code=code, about=about, run=run)
+        ranks = tuple(sorted(severities.split(), key=SEVERITIES.index, reverse=True))
+        CHECKS[code] = Check(code=code, about=about, why=why, fix=fix, severities=ranks, needs=needs, run=run)
         return run
 
     return register
@@ -72,6 +88,11 @@ def check(
 def ok(host: str, title: str, evidence: str = "") -> Finding:
     """A finding that says what is right."""
     return Finding(code="", severity="ok", host=host, title=title, evidence=evidence)
+
+
+def info(host: str, title: str, evidence: str = "") -> Finding:
+    """A finding that is worth knowing, and nothing is to be done about it."""
+    return Finding(code="", severity="info", host=host, title=title, evidence=evidence)
 
 
 def warning(host: str, title: str, *, evidence: str, cause: str, fix: str) -> Finding:

@@ -1,0 +1,55 @@
+"""What `cpupp doctor` does: ask the hosts what the chosen checks need, diagnose, show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpupp.launch.probe import probe_all
+from cpupp.launch.session import connect_all, run_all
+from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.diagnose import diagnose
+from cpupp.plan.facts import HostFacts
+from cpupp.render import page_width, print_envelope
+from cpupp.render_report import report_data, report_page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What the hosts said. failures: host -> (what went wrong, hint); measured: further fields of `findings.Case`."""
+
+    facts: Mapping[str, HostFacts]
+    failures: Mapping[str, tuple[str, str]]
+    measured: Mapping[str, Any]
+
+
+def this_machine() -> ClusterSpec:
+    """A cluster of this machine alone, with the Python that runs cpupp as the engine's."""
+    here = {"name": "here", "local": True}
+    engine = {"python": sys.executable}
+    return ClusterSpec.model_validate({"name": "here", "model": {"path": "."}, "hosts": [here], "engine": engine})
+
+
+def examine(spec: ClusterSpec, codes: tuple[str, ...], *, accept_new: Callable[[str], None] | None) -> Examined:
+    """Ask every host that can be reached what these checks need to know."""
+    sessions, errors = connect_all(spec, accept_new=accept_new)
+    try:
+        facts, later = probe_all(spec, sessions)
+    finally:
+        run_all({name: session.close for name, session in sessions.items()})
+    failures = {error.where: (error.message, error.hint) for error in [*errors, *later]}
+    return Examined(facts=facts, failures=failures, measured={})
+
+
+def show(spec: ClusterSpec | None, codes: tuple[str, ...], examined: Examined, as_json: bool) -> bool:
+    """Print the report, of this machine when spec is None. Returns whether there is no error in it."""
+    report = diagnose(spec, examined.facts, examined.failures, codes, **examined.measured)
+    ok = report.count("error") == 0
+    if as_json:
+        print_envelope("doctor", ok=ok, data=report_data(report, examined.facts))
+    else:
+        title = "this machine" if spec is None else f"cluster {spec.name}, {len(spec.hosts)} hosts"
+        report_page(title, report, examined.facts, page_width(sys.stdout)).show(sys.stdout)
+    return ok

@@ -1,0 +1,25 @@
+"""Phrases that several checks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cpupp.errors import CpuppError
+from cpupp.plan.findings import Finding, error
+from cpupp.plan.memory import GIB
+
+
+def from_error(problem: CpuppError) -> Finding:
+    """An error of the plan as a finding."""
+    cause = "the plan is impossible as it stands"
+    return error("", problem.message, evidence=problem.code, cause=cause, fix=problem.hint)
+
+
+def table(values: Mapping[str, str]) -> str:
+    """`a: 1, b: 2`."""
+    return ", ".join(f"{name}: {value}" for name, value in values.items())
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with one digit."""
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,45 @@
+"""Which checks of the catalogue are run: those named by `--only` and `--skip`, by code or by a beginning."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+from cpupp.errors import CpuppError
+from cpupp.plan.findings import Check
+
+
+def chosen_codes(checks: Mapping[str, Check], only: Iterable[str], skip: Iterable[str]) -> tuple[str, ...]:
+    """Return the codes to run, in the catalogue's order.
+
+    only, skip: texts of codes with commas between. A code means that check alone, anything else all codes that begin
+    so (`NET`); capitals do not matter. Raises CpuppError for a word that is neither.
+    """
+    wanted = _codes(checks, "--only", only) or set(checks)
+    unwanted = _codes(checks, "--skip", skip)
+    return tuple(code for code in checks if code in wanted - unwanted)
+
+
+def needs_of(checks: Mapping[str, Check], codes: Iterable[str]) -> frozenset[str]:
+    """What must be measured, beyond the facts of a plan, for these checks."""
+    return frozenset(need for code in codes for need in checks[code].needs)
+
+
+def _codes(checks: Mapping[str, Check], option: str, texts: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for word in (part.strip().upper() for text in texts for part in text.split(",")):
+        if not word:
+            continue
+        matching = {word} & set(checks) or {code for code in checks if code.startswith(word)}
+        if not matching:
+            raise CpuppError(
+                "DOCTOR-CODE", f"{option}: there is no check {word}", where="doctor", hint=_near(checks, word)
+            )
+        found |= matching
+    return found
+
+
+def _near(checks: Mapping[str, Check], word: str) -> str:
+    near = difflib.get_close_matches(word, checks, n=4, cutoff=0.5)
+    near += [code for code in checks if word in code and code not in near]
+    return f"did you mean {', '.join(near)}?" if near else f"the checks are {', '.join(checks)}"
