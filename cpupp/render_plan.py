@@ -10,8 +10,9 @@ from typing import Any
 
 from cpupp.plan.backend import GroupPlan
 from cpupp.plan.command import RankCommand
-from cpupp.plan.memory import GIB
 from cpupp.plan.network import url_host
+from cpupp.plan.partition import GIB
+from cpupp.plan.placement import Prediction
 from cpupp.plan.plan import NodePlan, Plan, RankPlan
 from cpupp.plan.shown import SHOWN, shown_argv, shown_env
 from cpupp.render import WIDTH, Page
@@ -49,7 +50,11 @@ def _summary(page: Page, plan: Plan) -> None:
     rows.append(("served as", plan.served_name))
     rows.append(("rank 0 at", f"{url_host(plan.master_addr)}:{plan.master_port} (rendezvous)"))
     rows.append(("ranks talk", _COMMUNICATORS[plan.communicator]))
-    rows.append(("KV cache", plan.kv_reason))
+    if plan.parallel_reason:
+        rows.append(("split", plan.parallel_reason))
+    if plan.layers_reason:
+        rows.append(("layers", plan.layers_reason))
+    rows.append(("KV cache", plan.kv.reason))
     for name, value in rows:
         page.prose(value, hang=name.ljust(12))
 
@@ -65,8 +70,7 @@ def _model_text(plan: Plan) -> str:
     facts = plan.model_facts
     if facts is None:
         return plan.model
-    total = sum(facts.layer_bytes) + facts.other_bytes
-    stored = f", {gib(total)} stored" if facts.layer_bytes else ""
+    stored = f", {gib(facts.stored_bytes)} stored" if facts.kinds else ""
     heads = f"{facts.num_heads} heads ({facts.num_kv_heads} KV)"
     return f"{plan.model}: {facts.architecture}, {facts.num_layers} layers, {heads}, {facts.dtype}{stored}"
 
@@ -99,7 +103,33 @@ def _hosts(page: Page, plan: Plan) -> None:
 def _ranks(page: Page, plan: Plan) -> None:
     page.heading("Ranks")
     rows = [_rank_row(rank) for rank in plan.ranks]
-    page.table(("rank", "host", "vLLM node", "stage", "tp", "cores", "layers", "weights", "KV cache"), rows)
+    page.table(("rank", "host", "vLLM node", "stage", "tp", "cores", "layers", "weights", "KV cache", "time"), rows)
+    for text in conclusions(plan):
+        page.prose(text)
+
+
+def conclusions(plan: Plan) -> list[str]:
+    """What the numbers of the ranks mean together: room for sequences, speed, and which stage is the limit of each."""
+    kv, found = plan.kv, []
+    if kv.sequences is not None and kv.tokens is not None:
+        limit = f", as many as stage {kv.limit} holds" if plan.pipeline > 1 else ""
+        text = f"room for {kv.tokens:,} tokens, {count(kv.sequences, 'sequence')} of full length{limit}"
+        if kv.largest_context is not None:
+            text += f"; with this memory one sequence could have {kv.largest_context:,} tokens"
+        found.append(text)
+    if plan.prediction is not None:
+        made = plan.prediction
+        text = f"predicted {_rate(made.tokens_per_s)} tokens/s at batch 1, of its time {made.link_share:.1%} on links"
+        if plan.pipeline > 1:
+            host = next(rank.host for rank in plan.ranks if rank.stage == made.slowest)
+            most = 1e9 / made.stages[made.slowest]
+            text += f"; the slowest stage is {made.slowest} ({host}): {_rate(most)} steps/s at most"
+        found.append(f"{text}; costs of links are assumed")
+    return found
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _rank_row(rank: RankPlan) -> tuple[str, ...]:
@@ -116,7 +146,8 @@ def _rank_row(rank: RankPlan) -> tuple[str, ...]:
         ranges(rank.cores),
         layers,
         "" if rank.weights is None else gib(rank.weights),
-        gib(rank.kv),
+        gib(rank.kv) if rank.kv_used == rank.kv else f"{gib(rank.kv_used)} of {gib(rank.kv)}",
+        "" if rank.time_ns is None else milliseconds(rank.time_ns),
     )
 
 
@@ -224,7 +255,11 @@ def plan_data(plan: Plan, commands: Sequence[RankCommand]) -> dict[str, Any]:
         "ranks": [_rank_data(rank) for rank in plan.ranks],
         "groups": groups_data(plan.groups),
         "commands": [_command_data(command) for command in commands],
-        "kv_reason": plan.kv_reason,
+        "parallel_reason": plan.parallel_reason,
+        "layers_reason": plan.layers_reason,
+        "kv": _kv_data(plan),
+        "kv_reason": plan.kv.reason,
+        "prediction": _prediction_data(plan.prediction),
         "warnings": list(plan.warnings),
         "assumed": list(plan.assumed),
     }
@@ -250,6 +285,29 @@ def _node_data(node: NodePlan) -> dict[str, Any]:
     return {"node_rank": node.node_rank, "host": node.host, "ranks": list(node.ranks)}
 
 
+def _kv_data(plan: Plan) -> dict[str, Any]:
+    kv = plan.kv
+    return {
+        "tokens": kv.tokens,
+        "sequences": kv.sequences,
+        "limiting_stage": kv.limit,
+        "largest_context": kv.largest_context,
+    }
+
+
+def _prediction_data(made: Prediction | None) -> dict[str, Any] | None:
+    if made is None:
+        return None
+    return {
+        "tokens_per_s": round(made.tokens_per_s, 3),
+        "link_share": round(made.link_share, 4),
+        "slowest_stage": made.slowest,
+        "stages_ms": [round(time / 1e6, 3) for time in made.stages],
+        "hops_ms": [round(time / 1e6, 3) for time in made.hops],
+        "assumed": ["cost of a hop and of an all-reduce", "cost of a layer beside its bytes"],
+    }
+
+
 def _rank_data(rank: RankPlan) -> dict[str, Any]:
     return {
         "rank": rank.rank,
@@ -262,6 +320,8 @@ def _rank_data(rank: RankPlan) -> dict[str, Any]:
         "layers": None if rank.layers is None else list(rank.layers),
         "weights_bytes": rank.weights,
         "kv_bytes": rank.kv,
+        "kv_used_bytes": rank.kv_used,
+        "time_ms": None if rank.time_ns is None else round(rank.time_ns / 1e6, 3),
     }
 
 
@@ -299,6 +359,12 @@ def _command_data(command: RankCommand) -> dict[str, Any]:
 def count(number: int, what: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def milliseconds(nanoseconds: int) -> str:
+    """Three significant digits."""
+    value = nanoseconds / 1e6
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
 def gib(size: int) -> str:

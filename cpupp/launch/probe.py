@@ -69,6 +69,7 @@ def _probe(spec: ClusterSpec, host: HostSpec, session: AgentSession, nonce: tupl
         model_path=spec.model.path,
         ports=ports,
         num_free_ports=NUM_FREE_PORTS,
+        bandwidth=True,
         nonce={"name": nonce[0], "value": nonce[1]},
     )
     return answer

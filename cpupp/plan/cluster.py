@@ -123,9 +123,17 @@ class ModelSpec(_Strict):
     num_layers: int | None = Field(default=None, ge=1, description="asserted when planning without facts")
 
 
-class ParallelSpec(_Strict):
-    """Sizes of the pipeline and tensor dimensions; layers: an explicit partition, one number a stage."""
+def _auto_parallel(value: Any) -> Any:
+    return {"auto": True} if value == "auto" else value
 
+
+class ParallelSpec(_Strict):
+    """Sizes of the pipeline and tensor dimensions; layers: an explicit partition, one number a stage.
+
+    auto: the sizes are chosen from slots and heads (plan/auto.py); until then every rank is a stage.
+    """
+
+    auto: bool = False
     pipeline: int = Field(default=1, ge=1, le=1024)
     tensor: int = Field(default=1, ge=1, le=1024)
     layers: list[Annotated[int, Field(ge=1)]] | None = None
@@ -213,7 +221,7 @@ class ClusterSpec(_Strict):
 
     name: str = Field(pattern=NAME_PATTERN)
     model: ModelSpec
-    parallel: ParallelSpec = Field(default_factory=ParallelSpec)
+    parallel: Annotated[ParallelSpec, BeforeValidator(_auto_parallel)] = Field(default_factory=ParallelSpec)
     hosts: list[HostSpec] = Field(min_length=1)
     engine: EngineSpec = Field(default_factory=EngineSpec)
     network: NetworkSpec = Field(default_factory=NetworkSpec)

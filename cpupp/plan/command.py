@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass, field
 
 from cpupp.plan.host_env import DROPPED_ENV, KEPT_ENV
-from cpupp.plan.memory import GIB, KV_ENV
+from cpupp.plan.memory import KV_ENV
+from cpupp.plan.partition import GIB
 from cpupp.plan.plan import HostPlan, NodePlan, Plan
 from cpupp.plan.secret import API_KEY_ENV
 from cpupp.plan.versions import binds_by_global_rank

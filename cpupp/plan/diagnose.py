@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cpupp.plan.auto import settle_parallel
 from cpupp.plan.backend import GroupPlan, plan_groups
 from cpupp.plan.checks import CHECKS
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import UNREACHED, Case, Finding
 from cpupp.plan.grid import make_grid, slots_equation
+from cpupp.plan.model import readable_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,8 @@ def diagnose(
 
     measured: further fields of `Case`. Hosts that were not reached are told whatever the codes.
     """
+    if spec is not None and spec.parallel.auto:
+        spec, _ = settle_parallel(spec, readable_model(facts), facts)
     case = Case(spec=spec, facts=facts, failures=failures or {}, **measured)
     wanted = set(CHECKS if codes is None else codes)
     entries = [entry for code, entry in CHECKS.items() if code in wanted or (code == UNREACHED and failures)]

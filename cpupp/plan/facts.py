@@ -99,20 +99,56 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthFacts:
+    """How fast the CPUs of one NUMA node read memory, all at once, and how much of a CPU each of them got.
+
+    cpus: those that read, one of each physical core; bytes_per_s: of all together; cpu_share: CPU time over wall time,
+    1.0 where nothing else ran and no quota held them.
+    """
+
+    numa: int
+    cpus: tuple[int, ...]
+    bytes_per_s: int
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """Stored tensors of one name and dtype, counted together: `*` in the name stands for any number (experts).
+
+    dtype: as safetensors spells it (`BF16`, `F8_E4M3`); num: how many; size: bytes of all.
+    """
+
+    name: str
+    dtype: str
+    num: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKindFacts:
+    """Layers that hold the same tensors. stack: what stands before their numbers in the names (`model.layers`)."""
+
+    stack: str
+    layers: tuple[int, ...]
+    tensors: tuple[TensorFacts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolderFacts:
     """The model folder as one host sees it. error: why it cannot be used, empty when it can.
 
     path: expanded on the host; config: the parsed config.json; digest: sha256 over config.json and the headers of all
-    safetensors files (empty when there are none); layer_bytes: stored bytes of each numbered layer;
-    other_bytes: stored bytes of every tensor outside the layers, by name; files_bytes: total of the weight files;
-    tokenizer: whether a file of a tokenizer is there.
+    safetensors files (empty when there are none); layer_kinds: what the numbered layers hold (empty without headers);
+    other_tensors: what is outside of them; files_bytes: total of the weight files; tokenizer: whether a file of a
+    tokenizer is there.
     """
 
     path: str
     config: dict[str, Any]
     digest: str
-    layer_bytes: tuple[int, ...]
-    other_bytes: dict[str, int]
+    layer_kinds: tuple[LayerKindFacts, ...]
+    other_tensors: tuple[TensorFacts, ...]
     files_bytes: int
     tokenizer: bool
     error: str
@@ -124,8 +160,9 @@ class HostFacts:
 
     shm_seen: names of the hosts whose nonce in /dev/shm this host read (itself included);
     ssh_address: the local address of the SSH connection, empty for a local host; cpu_quota: cores granted by the
-    cgroup, None without a limit; memory_limit: the cgroup's limit in bytes or None; free_ports: ports that were free
-    on all addresses; environment: variables that change vLLM (values of secrets are not sent).
+    cgroup, None without a limit; memory_limit: the cgroup's limit in bytes or None; bandwidth: empty when it was not
+    measured; free_ports: ports that were free on all addresses; environment: variables that change vLLM (values of
+    secrets are not sent).
     """
 
     name: str
@@ -145,6 +182,7 @@ class HostFacts:
     memory_available: int
     memory_limit: int | None
     numa: tuple[NumaFacts, ...]
+    bandwidth: tuple[BandwidthFacts, ...]
     interfaces: tuple[InterfaceFacts, ...]
     routes: tuple[RouteFacts, ...]
     ssh_address: str

@@ -57,6 +57,8 @@ def equation(pipeline: int, tensor: int, slots: list[int]) -> str | None:
 
 def slots_equation(spec: ClusterSpec) -> str | None:
     """The equation of a whole spec; None when its slots fit."""
+    if spec.parallel.auto:
+        return None
     return equation(spec.parallel.pipeline, spec.parallel.tensor, [host.slots for host in spec.hosts])
 
 

@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cpupp.errors import CpuppError, CpuppErrors
+from cpupp.plan.auto import settle_parallel
 from cpupp.plan.backend import GroupPlan, memory_domains, plan_groups, plan_rooms
 from cpupp.plan.cautions import ASSUMED_MASTER_PORT, assumptions, plan_warnings
 from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, make_grid, slots_equation
-from cpupp.plan.memory import GIB, KV_ENV, MemoryPlan, memory_errors, plan_layers, plan_memory
+from cpupp.plan.memory import KV_ENV
 from cpupp.plan.model import ModelFacts, model_facts
 from cpupp.plan.network import Endpoint, address_errors, data_plane
+from cpupp.plan.partition import GIB
+from cpupp.plan.placement import KvPlan, Placement, Prediction, place
 from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
 from cpupp.plan.restart import Restart
 from cpupp.plan.secret import has_api_key, secret_sources
@@ -28,7 +31,9 @@ from cpupp.plan.threads import CorePlan, plan_cores
 class RankPlan:
     """One rank: where it runs, its CPUs, its layers [first, last) and the bytes of its weights and KV cache.
 
-    cores: empty when unknown (vLLM then binds by itself); layers, weights: None when unknown.
+    cores: empty when unknown (vLLM then binds by itself); layers, weights: None when unknown; kv: what it may take,
+    kv_used: what it will take (the stage with the fewest blocks decides); time_ns: of its stage for one token at batch
+    1, None when its host was not measured.
     """
 
     rank: int
@@ -41,6 +46,8 @@ class RankPlan:
     layers: tuple[int, int] | None
     weights: int | None
     kv: int
+    kv_used: int
+    time_ns: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +112,12 @@ class Plan:
     args: dict[str, object]
     needs_key: bool
     keep_env: tuple[str, ...]
-    kv_reason: str
     deadlines: dict[str, float]
     restart: Restart
+    parallel_reason: str
+    layers_reason: str
+    kv: KvPlan
+    prediction: Prediction | None
     warnings: tuple[str, ...]
     assumed: tuple[str, ...]
 
@@ -121,22 +131,20 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
     if equation is not None:
         raise CpuppError("PLAN-SLOTS", equation, hint="make the slots of all hosts sum to pipeline x tensor")
     _refuse([*host_errors(spec, facts), *port_errors(spec, facts)])
-    grid = make_grid(spec)
     model = _model(spec, facts)
-    num_layers = model.num_layers if model else spec.model.num_layers
-    layers = plan_layers(spec, num_layers)
-    memory = plan_memory(spec, grid, layers, model)
-    kv = {host.name: _host_kv(spec, host, memory.kv) for host in spec.hosts}
+    spec, parallel_reason = settle_parallel(spec, model, facts)
+    grid = make_grid(spec)
     cores = plan_cores(spec, grid, facts)
     endpoints = data_plane(spec, facts)
     groups = plan_groups(spec, grid, facts)
     rooms = plan_rooms(spec, grid, facts)
     no_shm = hosts_without_room(spec, rooms)
+    placed = place(spec, grid, model, cores, groups, rooms, facts, _own_kv(spec))
     _refuse(
         [
             *tensor_errors(spec, model),
             *backend_errors(spec, grid, groups, rooms, facts),
-            *memory_errors(spec, grid, memory, kv, cores.cores, facts),
+            *placed.errors,
             *address_errors(spec, endpoints, facts),
         ]
     )
@@ -159,26 +167,23 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         hosts=tuple(_host_plan(spec, host, facts.get(host.name), no_shm.get(host.name, "")) for host in spec.hosts),
         machines=memory_domains(spec, tuple(h.name for h in spec.hosts), facts),
         nodes=_nodes(grid, endpoints),
-        ranks=_ranks(grid, cores, layers, memory, kv),
+        ranks=_ranks(grid, cores, placed),
         groups=groups,
         args=dict(spec.engine.args),
         needs_key=has_api_key(spec),
         keep_env=tuple(spec.engine.keep_env),
-        kv_reason=memory.kv_reason,
         deadlines=spec.deadlines.model_dump(by_alias=True),
         restart=Restart(policy=spec.restart.policy, max=spec.restart.max, backoff=spec.restart.backoff),
+        parallel_reason=parallel_reason,
+        layers_reason=placed.how,
+        kv=placed.kv,
+        prediction=placed.prediction,
         warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, rooms, endpoints)),
-        assumed=tuple(assumptions(spec, facts, num_layers)),
+        assumed=tuple(assumptions(spec, facts, model.num_layers if model else spec.model.num_layers)),
     )
 
 
-def _ranks(
-    grid: Grid,
-    cores: CorePlan,
-    layers: tuple[tuple[int, int], ...] | None,
-    memory: MemoryPlan,
-    kv: Mapping[str, int],
-) -> tuple[RankPlan, ...]:
+def _ranks(grid: Grid, cores: CorePlan, placed: Placement) -> tuple[RankPlan, ...]:
     return tuple(
         RankPlan(
             rank=seat.rank,
@@ -188,9 +193,11 @@ def _ranks(
             stage=seat.stage,
             tp_index=seat.tp_index,
             cores=cores.cores[seat.rank],
-            layers=layers[seat.stage] if layers else None,
-            weights=memory.weights[seat.rank],
-            kv=kv[seat.host],
+            layers=placed.layers[seat.stage] if placed.layers else None,
+            weights=placed.weights[seat.rank],
+            kv=placed.kv.allowed[seat.rank],
+            kv_used=placed.kv.used[seat.rank],
+            time_ns=placed.prediction.stages[seat.stage] if placed.prediction else None,
         )
         for seat in grid.seats
     )
@@ -215,14 +222,18 @@ def _model(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> ModelFacts | No
         ) from None
 
 
-def _host_kv(spec: ClusterSpec, host: HostSpec, default: int) -> int:
-    text = host.engine.env.get(KV_ENV, spec.engine.env.get(KV_ENV))
-    if text is None:
-        return default
-    if not text.isdigit() or int(text) < 1:
-        message = f"host {host.name}: {KV_ENV}={text!r} is not a whole number of GiB"
-        raise CpuppError("PLAN-KV", message, hint="vLLM reads it as an integer: 1, 2, 4, ...")
-    return int(text) * GIB
+def _own_kv(spec: ClusterSpec) -> dict[str, int]:
+    """Bytes of KV cache a rank, by host, where the file sets them."""
+    found = {}
+    for host in spec.hosts:
+        text = host.engine.env.get(KV_ENV, spec.engine.env.get(KV_ENV))
+        if text is None:
+            continue
+        if not text.isdigit() or int(text) < 1:
+            message = f"host {host.name}: {KV_ENV}={text!r} is not a whole number of GiB"
+            raise CpuppError("PLAN-KV", message, hint="vLLM reads it as an integer: 1, 2, 4, ...")
+        found[host.name] = int(text) * GIB
+    return found
 
 
 def _master_port(spec: ClusterSpec, head: HostFacts | None) -> int:

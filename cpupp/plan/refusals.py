@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from cpupp.errors import CpuppError
+from cpupp.plan.auto import heads_fit
 from cpupp.plan.backend import GroupPlan
 from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
@@ -110,20 +111,14 @@ def _serve_host_errors(spec: ClusterSpec, head: str, fact: HostFacts | None) -> 
 def tensor_errors(spec: ClusterSpec, model: ModelFacts | None) -> list[CpuppError]:
     """Heads that the tensor size does not divide: vLLM asserts both, after minutes."""
     tensor = spec.parallel.tensor
-    if model is None or _heads_fit(model, tensor):
+    if model is None or heads_fit(model, tensor):
         return []
-    valid = [n for n in range(1, model.num_heads + 1) if _heads_fit(model, n)]
+    valid = [n for n in range(1, model.num_heads + 1) if heads_fit(model, n)]
     if model.num_heads % tensor:
         equation = f"heads({model.num_heads}) % tensor({tensor}) = {model.num_heads % tensor} != 0"
     else:
         equation = f"KV heads({model.num_kv_heads}) and tensor({tensor}): neither divides the other"
     return [CpuppError("PLAN-TENSOR", equation, hint=f"tensor can be {', '.join(map(str, valid))} for this model")]
-
-
-def _heads_fit(model: ModelFacts, tensor: int) -> bool:
-    if model.num_heads % tensor:
-        return False
-    return model.num_kv_shards == 1 or model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
 
 
 def backend_errors(

@@ -62,6 +62,13 @@ def _slots(data: Mapping[Any, Any], hosts: list[tuple[int, Mapping[Any, Any]]]) 
     parallel = data.get("parallel", {})
     if not isinstance(parallel, Mapping) or not hosts or len(hosts) != len(data["hosts"]):
         return
+    if parallel.get("auto") is True:
+        for key in ("pipeline", "tensor", "layers"):
+            if key in parallel:
+                path: Path = ("parallel", key)
+                hint = "keep `parallel: auto`, or write the sizes without it"
+                yield Problem(path=path, code="CONFIG-VALUE", message="auto chooses this itself", hint=hint)
+        return
     pipeline, tensor = parallel.get("pipeline", 1), parallel.get("tensor", 1)
     slots = [host.get("slots", 1) for _, host in hosts]
     if not all(map(_is_count, (pipeline, tensor, *slots))):
@@ -71,7 +78,7 @@ def _slots(data: Mapping[Any, Any], hosts: list[tuple[int, Mapping[Any, Any]]]) 
         total, world = sum(slots), pipeline * tensor
         fix = f"set pipeline to {total // tensor}, or " if total % tensor == 0 else ""
         hint = f"{fix}make the slots of all hosts sum to {world}"
-        path: Path = ("parallel",) if "parallel" in data else ("hosts",)
+        path = ("parallel",) if "parallel" in data else ("hosts",)
         yield Problem(path=path, code="PLAN-SLOTS", message=wrong, hint=hint)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, GroupSeats
-from cpupp.plan.memory import GIB
+from cpupp.plan.partition import GIB
 
 MIB = 1 << 20
 SHM_PER_TENSOR_RANK = 4 * MIB

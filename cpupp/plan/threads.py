@@ -42,11 +42,26 @@ def plan_cores(spec: ClusterSpec, grid: Grid, facts: Mapping[str, HostFacts]) ->
             shares, short = _divide(pool, ranks)
             if short:
                 warnings.append(f"{where}: {len(ranks)} ranks on {_num(pool)}: ranks share cores and will be slow")
+            warnings += _spans(where, pool, shares)
             if 0 in shares:
                 shares[0], reserved, note = _reserve(shares[0], where)
                 warnings.extend(note)
             cores.update(shares)
     return CorePlan(cores=cores, reserved=reserved, warnings=tuple(warnings))
+
+
+def _spans(where: str, pool: list[CpuFacts], shares: Mapping[int, tuple[int, ...]]) -> list[str]:
+    """vLLM binds all memory of a rank to the NUMA node of its first core."""
+    node_of = {cpu.cpu: cpu.numa for cpu in pool}
+    found = []
+    for rank, cpus in shares.items():
+        nodes = sorted({node_of[cpu] for cpu in cpus})
+        if len(nodes) > 1:
+            names = " and ".join(map(str, nodes))
+            bound = f"vLLM binds its memory to node {node_of[min(cpus)]} alone"
+            fix = f"`slots: {len(nodes) * len(shares)}` gives every node a rank"
+            found.append(f"{where}: rank {rank} has cores of NUMA nodes {names}, but {bound}; {fix}")
+    return found
 
 
 def _num(pool: list[CpuFacts]) -> str:
@@ -58,14 +73,15 @@ def _pools(
 ) -> list[tuple[list[str], list[CpuFacts]]]:
     """Hosts that may use the same CPUs take from one pool; where their CPUs overlap in part, each gets its own."""
     allowed = {name: _allowed(name, spec, facts) for name in hosts}
-    if len({frozenset(cpus) for cpus in allowed.values()}) == 1:
-        return [(hosts, _pool([facts[name] for name in hosts], allowed[hosts[0]]))]
     slots = {host.name: host.slots for host in spec.hosts}
+    if len({frozenset(cpus) for cpus in allowed.values()}) == 1:
+        num_ranks = sum(slots[name] for name in hosts)
+        return [(hosts, _pool([facts[name] for name in hosts], allowed[hosts[0]], num_ranks))]
     own: dict[str, set[int]] = {name: set() for name in hosts}
     for cpu in sorted(set().union(*allowed.values())):
         takers = [name for name in hosts if cpu in allowed[name]]
         own[min(takers, key=lambda name: len(own[name]) / slots[name])].add(cpu)
-    return [([name], _pool([facts[name]], own[name])) for name in hosts]
+    return [([name], _pool([facts[name]], own[name], slots[name])) for name in hosts]
 
 
 def _sharing_cpus(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[list[str]]:
@@ -92,7 +108,7 @@ def _allowed(name: str, spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> se
     return cpus & set(host.cores) if host.cores else cpus
 
 
-def _pool(facts: list[HostFacts], allowed: set[int]) -> list[CpuFacts]:
+def _pool(facts: list[HostFacts], allowed: set[int], num_ranks: int) -> list[CpuFacts]:
     """One hardware thread of each physical core among `allowed`, NUMA node by NUMA node, within the cgroups' quota."""
     seen: dict[tuple[int, int], CpuFacts] = {}
     for cpu in sorted((cpu for fact in facts for cpu in fact.cpus if cpu.cpu in allowed), key=lambda c: c.cpu):
@@ -100,8 +116,21 @@ def _pool(facts: list[HostFacts], allowed: set[int]) -> list[CpuFacts]:
     pool = sorted(seen.values(), key=lambda c: (c.numa, c.socket, c.core))
     quotas = [f.cpu_quota for f in facts if f.cpu_quota is not None]
     if quotas and len(quotas) == len(facts):
-        pool = pool[: max(1, int(sum(quotas)))]
+        return _within(pool, max(1, int(sum(quotas))), num_ranks)
     return pool
+
+
+def _within(pool: list[CpuFacts], num: int, num_ranks: int) -> list[CpuFacts]:
+    """As many cores as the quota grants: of one NUMA node for one rank, of all nodes alike for several."""
+    if num_ranks == 1 or num >= len(pool):
+        return pool[:num]
+    place: dict[int, int] = {}
+    order = {}
+    for cpu in pool:
+        place[cpu.numa] = place.get(cpu.numa, -1) + 1
+        order[cpu.cpu] = (place[cpu.numa], cpu.numa)
+    taken = {cpu.cpu for cpu in sorted(pool, key=lambda c: order[c.cpu])[:num]}
+    return [cpu for cpu in pool if cpu.cpu in taken]
 
 
 def _divide(pool: list[CpuFacts], ranks: list[int]) -> tuple[dict[int, tuple[int, ...]], bool]:

@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import agent_engine, agent_net, agent_proc, agent_site
+from . import agent_bandwidth, agent_engine, agent_model, agent_net, agent_proc, agent_site
 
 if TYPE_CHECKING:
     from .agent_children import Children
@@ -120,6 +120,9 @@ def host_facts(request: dict[str, Any], nonces: Nonces, children: Children) -> d
         "memory_available": memory.get("MemAvailable", 0),
         "memory_limit": memory_limit(),
         "numa": numa_facts(),
+        "bandwidth": agent_bandwidth.bandwidth_facts(cpu_facts(), memory_room(memory), children)
+        if request.get("bandwidth")
+        else [],
         "interfaces": agent_net.interfaces(),
         "routes": [],
         "ssh_address": connection[2] if len(connection) == 4 else "",
@@ -131,7 +134,7 @@ def host_facts(request: dict[str, Any], nonces: Nonces, children: Children) -> d
         "ulimits": {name: resource.getrlimit(getattr(resource, "RLIMIT_" + key))[0] for name, key in LIMITS.items()},
         "environment": environment_facts(os.environ),
         "engine": agent_engine.engine_facts(request["engine_python"], children),
-        "model": agent_engine.model_facts(request["model_path"]),
+        "model": agent_model.model_facts(request["model_path"]),
     }
 
 
@@ -234,6 +237,13 @@ def memory_limit() -> int | None:
         if text.isdigit() and int(text) < UNLIMITED:
             limits.append(int(text))
     return min(limits, default=None)
+
+
+def memory_room(memory: dict[str, int]) -> int:
+    """Return the bytes that a process can still take: what is available, within the cgroup's limit."""
+    limit = memory_limit()
+    available = memory.get("MemAvailable", 0)
+    return available if limit is None else min(available, limit)
 
 
 def cgroup_folders(controller: str) -> list[str]:

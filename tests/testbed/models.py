@@ -9,8 +9,10 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from examples.make_model import DEFAULT_FOLDER, is_complete
 
@@ -49,14 +51,86 @@ def smollm2() -> Path:
 def random_llama(shape: LlamaShape = LlamaShape()) -> Path:
     """Folder of a random Llama of this `shape` with SmolLM2's tokenizer. Made once, then taken from the cache."""
     text = json.dumps(asdict(shape), sort_keys=True)
-    folder = RANDOM_MODELS / f"llama-{shape.layers}x{shape.hidden}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    name = f"llama-{shape.layers}x{shape.hidden}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return _made(RANDOM_MODELS / name, lambda target: _save(shape, target))
+
+
+def random_model(kind: str) -> Path:
+    """Folder of a small random model of another kind (see KINDS), in bfloat16. Made once, then taken from the cache."""
+    config = KINDS[kind]
+    text = json.dumps(config, sort_keys=True)
+    folder = RANDOM_MODELS / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return _made(folder, lambda target: _save_kind(config, target))
+
+
+_COMMON = {
+    "vocab_size": 49152,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "max_position_embeddings": 4096,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "gqa": {
+        **_COMMON,
+        "model_type": "qwen2",
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "moe": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "mlp_only_layers": [0, 1],
+        "tie_word_embeddings": False,
+    },
+    "mla": {
+        **_COMMON,
+        "model_type": "deepseek_v3",
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 2,
+        "tie_word_embeddings": False,
+    },
+}
+"""Grouped query attention with a tied head; experts behind two dense layers; latent attention with both."""
+
+
+def _made(folder: Path, save: Callable[[Path], None]) -> Path:
+    """The folder, made with SmolLM2's tokenizer if it is not there."""
     if folder.is_dir():
         return folder
     tokenizer = smollm2()
     RANDOM_MODELS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=RANDOM_MODELS) as name:
         made = Path(name) / "model"
-        _save(shape, made)
+        save(made)
         for file in TOKENIZER_FILES:
             shutil.copyfile(tokenizer / file, made / file)
         try:
@@ -65,6 +139,18 @@ def random_llama(shape: LlamaShape = LlamaShape()) -> Path:
             if not folder.is_dir():
                 raise
     return folder
+
+
+def _save_kind(config: dict[str, Any], target: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model.to(torch.bfloat16).save_pretrained(target)
+    for path in target.iterdir():
+        path.chmod(0o644)
 
 
 def _save(shape: LlamaShape, target: Path) -> None:

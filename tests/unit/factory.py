@@ -11,11 +11,13 @@ from cpupp.plan.facts import (
     EngineFacts,
     HostFacts,
     InterfaceFacts,
+    LayerKindFacts,
     ModelFolderFacts,
     NumaFacts,
     PortFacts,
     RouteFacts,
     ShmFacts,
+    TensorFacts,
 )
 
 GIB = 1 << 30
@@ -63,20 +65,28 @@ SMOLLM2: dict[str, Any] = {
 }
 
 
+def tensor(name: str, size: int, dtype: str = "BF16", num: int = 1) -> TensorFacts:
+    """Stored tensors of one name."""
+    return TensorFacts(name=name, dtype=dtype, num=num, size=size)
+
+
 def model_folder(config: Mapping[str, Any] = LLAMA_TINY, *, layer: int = 6 << 20, **changes: Any) -> ModelFolderFacts:
-    """A readable model folder; layer: stored bytes of each layer."""
+    """A readable model folder; layer: stored bytes of each layer, all in one matrix."""
     num_layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    dtype = "F32" if config.get("dtype") == "float32" else "BF16"
     embedding = config["vocab_size"] * hidden * 2
-    other = {"model.embed_tokens.weight": embedding, "model.norm.weight": hidden * 2}
+    other = [tensor("model.embed_tokens.weight", embedding, dtype), tensor("model.norm.weight", hidden * 2, dtype)]
     if not config.get("tie_word_embeddings"):
-        other["lm_head.weight"] = embedding
+        other.append(tensor("lm_head.weight", embedding, dtype))
+    matrix = (tensor("mlp.down_proj.weight", layer, dtype),)
+    kinds = (LayerKindFacts(stack="model.layers", layers=tuple(range(num_layers)), tensors=matrix),)
     fields: dict[str, Any] = {
         "path": "/models/tiny",
         "config": dict(config),
         "digest": "d" * 64,
-        "layer_bytes": (layer,) * num_layers,
-        "other_bytes": other,
-        "files_bytes": layer * num_layers + sum(other.values()),
+        "layer_kinds": kinds,
+        "other_tensors": tuple(other),
+        "files_bytes": layer * num_layers + sum(t.size for t in other),
         "tokenizer": True,
         "error": "",
     }
@@ -139,6 +149,7 @@ def host(name: str, number: int = 1, **changes: Any) -> HostFacts:
         "memory_total": memory,
         "memory_available": memory - GIB,
         "memory_limit": None,
+        "bandwidth": (),
         "numa": tuple(NumaFacts(node=n, memory_total=memory // len(nodes), memory_free=memory // 2) for n in nodes),
         "interfaces": (interface("lo", "127.0.0.1", "::1"), interface("eth0", address)),
         "routes": (),

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from cpupp.plan.facts import FactsError, HostFacts, ModelFolderFacts, decode, encode
-from cpupp.rank import agent_engine, agent_net, agent_probe
+from cpupp.rank import agent_model, agent_net, agent_probe
 from cpupp.rank.agent_children import Children
+from tests.unit.factory import tensor
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +92,12 @@ def write_safetensors(path: Path, tensors: dict[str, int]) -> None:
 
 
 def model(folder: Path) -> ModelFolderFacts:
-    return decode(ModelFolderFacts, json.loads(json.dumps(agent_engine.model_facts(str(folder)))))
+    return decode(ModelFolderFacts, json.loads(json.dumps(agent_model.model_facts(str(folder)))))
+
+
+def layer_bytes(found: ModelFolderFacts) -> dict[int, int]:
+    """Stored bytes of each layer."""
+    return {n: sum(t.size for t in kind.tensors) for kind in found.layer_kinds for n in kind.layers}
 
 
 @pytest.fixture
@@ -109,8 +115,8 @@ def test_layers_are_summed_over_files(folder: Path) -> None:
     found = model(folder)
     assert found.error == ""
     assert found.config == {"num_hidden_layers": 2}
-    assert found.layer_bytes == (10, 16)
-    assert found.other_bytes == {"model.embed_tokens.weight": 64, "lm_head.weight": 32}
+    assert layer_bytes(found) == {0: 10, 1: 16}
+    assert found.other_tensors == (tensor("lm_head.weight", 32), tensor("model.embed_tokens.weight", 64))
     assert found.files_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -123,7 +129,7 @@ def test_a_tokenizer_is_one_of_many_files(folder: Path) -> None:
 def test_an_index_decides_which_files_count(folder: Path) -> None:
     index = {"weight_map": {"model.layers.0.mlp.up.weight": "a.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    assert model(folder).layer_bytes == (8,)
+    assert layer_bytes(model(folder)) == {0: 8}
 
 
 def test_the_digest_sees_config_and_headers(folder: Path) -> None:
@@ -168,7 +174,7 @@ def test_a_hub_id_is_found_in_the_cache(folder: Path, tmp_path: Path, monkeypatc
     (entry / "snapshots" / "abc").symlink_to(folder)
     found = model(Path("org/small"))
     assert found.path == str(entry / "snapshots" / "abc")
-    assert found.layer_bytes == (10, 16)
+    assert layer_bytes(found) == {0: 10, 1: 16}
     assert "No such file" in model(Path("org/other")).error
 
 
@@ -216,6 +222,7 @@ ASK = """
 import sys
 from cpupp.rank import agent_proc
 from cpupp.rank.agent_children import Children
+from tests.unit.factory import tensor
 agent_proc.become_subreaper()
 answer = Children().ask(["/bin/sh", "-c", sys.argv[1]], 1.0, {})
 print([answer.trouble, answer.status, answer.output[:9].decode()], agent_proc.descendants([__import__("os").getpid()],

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpupp.errors import CpuppError, CpuppErrors
-from cpupp.plan.memory import context_length, kv_bytes_per_layer, partition_layers, weight_scale
+from cpupp.plan.memory import context_length
 from cpupp.plan.model import model_facts
+from cpupp.plan.placement import even_split
 from cpupp.plan.plan import Plan, make_plan
+from cpupp.plan.weights import kv_bytes_per_layer, rank_weights, running_bytes
 from tests.unit.factory import (
     GIB,
     LLAMA_70B,
@@ -36,12 +38,12 @@ def layers(plan: Plan) -> list[tuple[int, int] | None]:
     [(30, 2, (15, 15)), (30, 4, (7, 8, 8, 7)), (32, 3, (11, 11, 10)), (7, 3, (2, 3, 2)), (5, 4, (1, 1, 2, 1))],
 )
 def test_the_even_split_is_vllms(num: int, stages: int, sizes: tuple[int, ...]) -> None:
-    assert partition_layers(num, stages) == sizes
+    assert even_split(num, stages) == sizes
 
 
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_every_layer_has_one_stage(num: int, stages: int) -> None:
-    sizes = partition_layers(num, stages)
+    sizes = even_split(num, stages)
     assert (len(sizes), sum(sizes)) == (stages, num)
     assert max(sizes) - min(sizes) <= 1
 
@@ -71,7 +73,7 @@ def test_offline_without_a_layer_count_layers_are_unknown() -> None:
 
 
 def test_embedding_and_head_are_counted_where_they_are() -> None:
-    plan = make_plan(cluster("a", "b", pipeline=2), machines("a", "b"))
+    plan = make_plan(cluster("a", "b", pipeline=2, layers=[4, 4]), machines("a", "b"))
     embedding, norm, half = 32000 * 512 * 2, 512 * 2, 4 * (6 << 20)
     assert [rank.weights for rank in plan.ranks] == [half + embedding, half + norm + embedding]
 
@@ -79,24 +81,27 @@ def test_embedding_and_head_are_counted_where_they_are() -> None:
 def test_a_tied_head_is_the_embedding_once_more() -> None:
     folder = model_folder(SMOLLM2)
     embedding = 49152 * 576 * 2
-    facts = model_facts(folder)
-    assert (facts.first_bytes, facts.last_bytes) == (embedding, embedding + 576 * 2)
-    assert facts.other_bytes == embedding + 576 * 2
+    found = rank_weights(cluster("a"), model_facts(folder), 1)
+    assert found is not None
+    assert (found.first, found.last, found.single) == (embedding, embedding + 576 * 2, embedding + 576 * 2)
+    assert found.head == found.last
 
 
 def test_tensor_ranks_share_the_weights() -> None:
     plan = make_plan(cluster({"name": "a", "slots": 2}, tensor=2), machines("a"))
     whole = 8 * (6 << 20) + 2 * 32000 * 512 * 2 + 512 * 2
-    assert [rank.weights for rank in plan.ranks] == [whole // 2, whole // 2]
+    norm = 512 * 2  # every rank has it
+    assert [rank.weights for rank in plan.ranks] == [(whole + norm) // 2] * 2
 
 
 def test_the_kv_cache_holds_one_sequence_of_full_length() -> None:  # vllm #29233
     config = {**LLAMA_TINY, "max_position_embeddings": 1 << 20}
-    plan = make_plan(cluster("a", "b", pipeline=2), machines("a", "b", model=model_folder(config)))
+    facts = machines("a", "b", model=model_folder(config))
+    plan = make_plan(cluster("a", "b", pipeline=2, layers=[4, 4]), facts)
     one = (1 << 20) * 4 * 2 * 4 * 64 * 2
     assert one == 4 * GIB
     assert {rank.kv for rank in plan.ranks} == {4 * GIB}
-    assert plan.kv_reason == "1048576 tokens * 4096 bytes = 4.00 GiB a sequence on the widest stage"
+    assert plan.kv.reason == "1048576 tokens * 4096 bytes = 4.00 GiB a sequence on the widest stage"
 
 
 @pytest.mark.parametrize(
@@ -109,18 +114,22 @@ def test_max_model_len_as_vllm_reads_it(value: object, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "args", "scale"),
+    ("stored", "args", "running"),
     [
-        ("bfloat16", {}, 1),
-        ("bfloat16", {"dtype": "float32"}, 2),
-        ("float32", {}, 0.5),
-        ("float32", {"dtype": "float32"}, 1),
-        ("float32", {"dtype": "bfloat16"}, 0.5),
+        ("bfloat16", {}, 2),
+        ("bfloat16", {"dtype": "float32"}, 4),
+        ("float32", {}, 2),
+        ("float32", {"dtype": "float32"}, 4),
+        ("float32", {"dtype": "bfloat16"}, 2),
     ],
 )
-def test_dtype_scales_the_weights(stored: str, args: dict[str, str], scale: float) -> None:
+def test_dtype_scales_the_weights(stored: str, args: dict[str, str], running: int) -> None:
     model = model_facts(model_folder({**LLAMA_TINY, "dtype": stored}))
-    assert weight_scale(cluster("a", engine={"args": args}), model) == scale
+    spec = cluster("a", engine={"args": args})
+    assert running_bytes(spec, model) == running
+    found = rank_weights(spec, model, 1)
+    assert found is not None
+    assert found.layers == ((6 << 20) * running // (4 if stored == "float32" else 2),) * 8
 
 
 def test_kv_heads_are_split_as_far_as_they_go() -> None:
@@ -146,9 +155,9 @@ def test_what_does_not_fit_is_refused_with_the_sum() -> None:
     spec = cluster("a", engine={"args": {"max_model_len": 8192}})
     with pytest.raises(CpuppError) as caught:
         make_plan(spec, machines("a", model=BIG))
-    text = "host a: memory(64.0 GiB) < weights(83.9) + KV(4) + runtime(1) = 88.9 GiB of 1 rank"
-    assert str(caught.value) == text
-    assert "spread over more hosts" in caught.value.hint
+    parts = "weights(83.9) + KV(3.0) + runtime(1.7) + engine and links(1.0)"
+    assert str(caught.value) == f"host a: memory(64.0 GiB) < {parts} = 89.6 GiB of 1 rank: 25.6 GiB short"
+    assert caught.value.hint.startswith("any one of these would fit: 1 more host like a (pipeline: 2); 8 bits")
 
 
 def test_two_entries_of_one_machine_cannot_each_have_all_of_it() -> None:

@@ -62,4 +62,4 @@ def plan_is_possible(case: Case) -> Iterator[Finding]:
         if not problem.code.startswith(OWN_CHECK):
             yield from_error(problem)
     else:
-        yield ok("", f"{len(made.ranks)} ranks on {len(made.hosts)} hosts", made.kv_reason)
+        yield ok("", f"{len(made.ranks)} ranks on {len(made.hosts)} hosts", made.kv.reason)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from cpupp.errors import CpuppError
 from cpupp.plan.findings import Finding, error
-from cpupp.plan.memory import GIB
+from cpupp.plan.partition import GIB
 
 
 def from_error(problem: CpuppError) -> Finding:
