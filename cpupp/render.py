@@ -46,29 +46,56 @@ def _print_trace(lines: Sequence[str]) -> None:
 
 
 class Page:
-    """Lines of text, each with a style. `width` holds for prose; tables and commands are never cut."""
+    """Lines of text, each with a style. `width` holds for prose; tables and commands are never cut.
+
+    spans: line number -> (start, end, style) of the parts of that line that have a style of their own.
+    """
 
     def __init__(self, width: int = WIDTH) -> None:
         self.width = width
         self.lines: list[tuple[str, str]] = []
+        self.spans: dict[int, list[tuple[int, int, str]]] = {}
 
     def line(self, text: str = "", style: str = "") -> None:
         """Add one line as it is."""
         self.lines.append((visible(text), style))
+
+    def parts(self, *parts: tuple[str, str]) -> None:
+        """Add one line of several parts, each a text with its style."""
+        shown = [(visible(text), style) for text, style in parts]
+        start = 0
+        for text, style in shown:
+            if style:
+                self.spans.setdefault(len(self.lines), []).append((start, start + len(text), style))
+            start += len(text)
+        self.lines.append(("".join(text for text, _ in shown).rstrip(), ""))
 
     def heading(self, text: str) -> None:
         """Add a heading with an empty line before it."""
         self.line()
         self.line(text, "bold")
 
-    def prose(self, text: str, *, indent: str = "  ", hang: str = "", style: str = "") -> None:
-        """Add text wrapped at the page's width; `hang` is put before the first line, its width before the others."""
+    def prose(
+        self, text: str, *, indent: str = "  ", hang: str = "", style: str = "", marks: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Add text wrapped at the page's width; `hang` is put before the first line, its width before the others.
+
+        marks: words at the start of the first line, `hang` included, in their order, each with a style of its own.
+        """
+        number = len(self.lines)
         first, rest = indent + hang, indent + " " * len(hang)
         width = max(self.width, 40)
         wrapped = textwrap.wrap(
             visible(text), width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
         )
         self.lines += [(line, style) for line in wrapped or [first.rstrip()]]
+        start = 0
+        for word, own in marks:
+            start = self.lines[number][0].find(word, start)
+            if start < 0:
+                break
+            self.spans.setdefault(number, []).append((start, start + len(word), own))
+            start += len(word)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "  ") -> None:
         """Add left-aligned columns. A column that is empty in every row is left out."""
@@ -93,8 +120,11 @@ class Page:
 
         console = Console(file=stream, highlight=False)
         with console.capture() as capture:
-            for line, style in self.lines:
-                console.print(Text(line, style=style), soft_wrap=True)
+            for number, (line, style) in enumerate(self.lines):
+                text = Text(line, style=style)
+                for start, end, own in self.spans.get(number, ()):
+                    text.stylize(own, start, end)
+                console.print(text, soft_wrap=True)
         write(stream, capture.get())
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cpupp.plan.backend import GroupPlan
 from cpupp.plan.command import RankCommand
 from cpupp.plan.network import url_host
 from cpupp.plan.partition import GIB
@@ -16,12 +15,7 @@ from cpupp.plan.placement import Prediction
 from cpupp.plan.plan import NodePlan, Plan, RankPlan
 from cpupp.plan.shown import SHOWN, shown_argv, shown_env
 from cpupp.render import WIDTH, Page
-
-MAX_PAIRS = 8
-"""Links of one transport and reason that a page lists one by one; --json lists all."""
-MAX_REASONS = 4
-"""Beyond this number, reasons that differ in the hosts' names alone are told once."""
-_TWO_MACHINES = re.compile(r"^\S+ and \S+ (are|assumed to be) two machines")
+from cpupp.render_groups import add_groups, groups_data
 
 
 def plan_page(plan: Plan, commands: Sequence[RankCommand], width: int = WIDTH, *, with_commands: bool = True) -> Page:
@@ -30,7 +24,7 @@ def plan_page(plan: Plan, commands: Sequence[RankCommand], width: int = WIDTH, *
     _summary(page, plan)
     _hosts(page, plan)
     _ranks(page, plan)
-    add_groups(page, plan.groups)
+    add_groups(page, plan.groups, plan.details)
     if with_commands:
         _commands(page, commands)
     _notes(page, plan)
@@ -151,42 +145,6 @@ def _rank_row(rank: RankPlan) -> tuple[str, ...]:
     )
 
 
-def add_groups(page: Page, groups: Sequence[GroupPlan]) -> None:
-    """Add every group: ranks, backend, and its links bundled by transport and reason."""
-    page.heading("Groups")
-    if not groups:
-        page.line("  none: one rank talks to nobody")
-    for group in groups:
-        ranks = ", ".join(map(str, group.ranks)) if len(group.ranks) <= MAX_PAIRS else _ranks_text(group.ranks)
-        page.line(f"  {group.name}  ranks {ranks}  backend {group.backend}", _BACKEND_STYLE[group.backend])
-        for transport, reason, pairs in link_bundles(group):
-            page.prose(f"{pairs}  {transport}: {reason}", indent="       ")
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    step = ranks[1] - ranks[0]
-    return f"{ranks[0]} to {ranks[-1]}" + (f" in steps of {step}" if step > 1 else "")
-
-
-_BACKEND_STYLE = {"shm": "green", "gloo": "cyan", "mixed": "yellow"}
-
-
-def link_bundles(group: GroupPlan) -> list[tuple[str, str, str]]:
-    """Links of equal transport and reason as one entry; `0<->1` are the two directions of a pair."""
-    pairs: dict[tuple[str, str], dict[tuple[int, int], None]] = {}
-    many = len({link.reason for link in group.links}) > MAX_REASONS
-    for link in group.links:
-        pair = (min(link.src, link.dst), max(link.src, link.dst))
-        reason = _TWO_MACHINES.sub("two machines each", link.reason) if many else link.reason
-        pairs.setdefault((link.transport, reason), {})[pair] = None
-    found = []
-    for (transport, reason), bundle in pairs.items():
-        names = [f"{a}<->{b}" for a, b in list(bundle)[:MAX_PAIRS]]
-        more = len(bundle) - len(names)
-        found.append((transport, reason, ", ".join(names) + (f" and {more} more" if more > 0 else "")))
-    return found
-
-
 def _commands(page: Page, commands: Sequence[RankCommand]) -> None:
     page.heading("Commands")
     for command in commands:
@@ -253,7 +211,7 @@ def plan_data(plan: Plan, commands: Sequence[RankCommand]) -> dict[str, Any]:
         "machines": [list(machine) for machine in plan.machines],
         "nodes": [_node_data(node) for node in plan.nodes],
         "ranks": [_rank_data(rank) for rank in plan.ranks],
-        "groups": groups_data(plan.groups),
+        "groups": groups_data(plan.groups, plan.details),
         "commands": [_command_data(command) for command in commands],
         "parallel_reason": plan.parallel_reason,
         "layers_reason": plan.layers_reason,
@@ -323,24 +281,6 @@ def _rank_data(rank: RankPlan) -> dict[str, Any]:
         "kv_used_bytes": rank.kv_used,
         "time_ms": None if rank.time_ns is None else round(rank.time_ns / 1e6, 3),
     }
-
-
-def groups_data(groups: Sequence[GroupPlan]) -> list[dict[str, Any]]:
-    """Groups as JSON values: `links` has every ordered pair."""
-    return [
-        {
-            "name": group.name,
-            "kind": group.kind,
-            "ranks": list(group.ranks),
-            "backend": group.backend,
-            "reason": group.reason,
-            "links": [
-                {"ranks": [link.src, link.dst], "transport": link.transport, "reason": link.reason}
-                for link in group.links
-            ],
-        }
-        for group in groups
-    ]
 
 
 def _command_data(command: RankCommand) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from cpupp.plan.diagnose import Report
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Finding
 from cpupp.render import WIDTH, Page
-from cpupp.render_plan import add_groups, count, gib, groups_data
+from cpupp.render_groups import add_groups, groups_data
+from cpupp.render_plan import count, gib
 
 _STYLE = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
 
@@ -37,7 +38,7 @@ def report_page(title: str, report: Report, facts: Mapping[str, HostFacts], widt
         page.heading("In order")
         page.table(("check", "host", "found", "evidence"), [(f.code, f.host, f.title, f.evidence) for f in right])
     if report.groups:
-        add_groups(page, report.groups)
+        add_groups(page, report.groups, report.details)
     page.line()
     page.line(summary(report), _STYLE[_worst(report)])
     return page
@@ -101,6 +102,6 @@ def report_data(report: Report, facts: Mapping[str, HostFacts]) -> dict[str, Any
     """The report as JSON values; `hosts` has all facts."""
     return {
         "findings": [asdict(finding) for finding in report.findings],
-        "groups": groups_data(report.groups),
+        "groups": groups_data(report.groups, report.details),
         "hosts": {name: asdict(fact) for name, fact in facts.items()},
     }

@@ -16,6 +16,7 @@ from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import UNREACHED, Case, Finding
 from cpupp.plan.grid import make_grid, slots_equation
+from cpupp.plan.group_detail import GroupDetail, group_details
 from cpupp.plan.model import readable_model
 
 
@@ -25,6 +26,7 @@ class Report:
 
     findings: tuple[Finding, ...]
     groups: tuple[GroupPlan, ...]
+    details: tuple[GroupDetail, ...] = ()
 
     def count(self, severity: str) -> int:
         """How many findings have this severity."""
@@ -49,6 +51,8 @@ def diagnose(
     entries = [entry for code, entry in CHECKS.items() if code in wanted or (code == UNREACHED and failures)]
     findings = [replace(found, code=entry.code) for entry in entries for found in entry.run(case)]
     groups: tuple[GroupPlan, ...] = ()
+    details: tuple[GroupDetail, ...] = ()
     if spec is not None and slots_equation(spec) is None:
-        groups = plan_groups(spec, make_grid(spec), facts)
-    return Report(findings=tuple(findings), groups=groups)
+        grid = make_grid(spec)
+        groups, details = plan_groups(spec, grid, facts), group_details(spec, grid, facts)
+    return Report(findings=tuple(findings), groups=groups, details=details)

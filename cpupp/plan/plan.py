@@ -15,6 +15,7 @@ from cpupp.plan.cautions import ASSUMED_MASTER_PORT, assumptions, plan_warnings
 from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, make_grid, slots_equation
+from cpupp.plan.group_detail import GroupDetail, group_details
 from cpupp.plan.memory import KV_ENV
 from cpupp.plan.model import ModelFacts, model_facts
 from cpupp.plan.network import Endpoint, address_errors, data_plane
@@ -86,6 +87,7 @@ class HostPlan:
 class Plan:
     """The whole plan. machines: host names that share memory; assumed: what was not observed but taken as given.
 
+    details: of each of `groups`.
     needs_key: the API answers only to those who have its key; keep_env: see EngineSpec.
     deadlines: seconds for each phase of the start, by the key of the cluster file.
     """
@@ -109,6 +111,7 @@ class Plan:
     nodes: tuple[NodePlan, ...]
     ranks: tuple[RankPlan, ...]
     groups: tuple[GroupPlan, ...]
+    details: tuple[GroupDetail, ...]
     args: dict[str, object]
     needs_key: bool
     keep_env: tuple[str, ...]
@@ -169,6 +172,7 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         nodes=_nodes(grid, endpoints),
         ranks=_ranks(grid, cores, placed),
         groups=groups,
+        details=group_details(spec, grid, facts),
         args=dict(spec.engine.args),
         needs_key=has_api_key(spec),
         keep_env=tuple(spec.engine.keep_env),

@@ -24,15 +24,17 @@ class KnownFault:
     cured_by: tuple[str, ...]
 
 
+TENSOR_DICT = KnownFault(
+    code="VLLM-TENSOR-DICT",
+    first=(0, 18, 0),
+    last=(0, 19, 99),
+    what="a pipeline over hosts dies at the first request: torch.distributed has no attribute recv_tensor_dict",
+    source="vllm #37933, fixed by #40150 in 0.20.0",
+    cured_by=("links", "fallback"),
+)
+
 KNOWN_FAULTS = (
-    KnownFault(
-        code="VLLM-TENSOR-DICT",
-        first=(0, 18, 0),
-        last=(0, 19, 9),
-        what="a pipeline over hosts dies at the first request: torch.distributed has no attribute recv_tensor_dict",
-        source="vllm #37933, fixed by #40150 in 0.20.0",
-        cured_by=("links", "fallback"),
-    ),
+    TENSOR_DICT,
     KnownFault(
         code="VLLM-EAGER",
         first=(0, 27, 1),
@@ -51,13 +53,75 @@ KNOWN_FAULTS = (
     ),
     KnownFault(
         code="VLLM-LOCAL-GLOO",
-        first=(0, 29, 0),
+        first=(0, 28, 0),
         last=(0, 32, 0),
         what="two vLLM nodes of one host talk by gloo although they share memory (random SHM group names)",
-        source="measured with 0.32.0",
+        source="vllm #50999; measured with 0.32.0",
         cured_by=("links",),
     ),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmNaming:
+    """How stock vLLM of versions [first, last] names the shared memory of a TP or PP group.
+
+    ident: what stands for VLLM_DIST_IDENT in the name, with `{node}` for the vLLM node that makes it up; shared_by: a
+    variable that makes the idents of all vLLM nodes equal where it is equal, empty when nothing does.
+    """
+
+    first: tuple[int, int, int]
+    last: tuple[int, int, int]
+    ident: str
+    shared_by: str
+    source: str
+
+    @property
+    def versions(self) -> str:
+        """`0.18 to 0.28`."""
+        return f"{self.first[0]}.{self.first[1]} to {self.last[0]}.{self.last[1]}"
+
+
+_PORT_SOURCE = (
+    "v1/worker/cpu_worker.py: the port of the node's own init method, random or the first free from VLLM_PORT"
+)
+SHM_NAMINGS = (
+    ShmNaming(
+        first=(0, 18, 0), last=(0, 19, 99), ident="<port-of-node-{node}>", shared_by="VLLM_PORT", source=_PORT_SOURCE
+    ),
+    ShmNaming(
+        first=(0, 20, 0), last=(0, 27, 99), ident="<port-of-node-{node}>", shared_by="VLLM_PORT", source=_PORT_SOURCE
+    ),
+    ShmNaming(
+        first=(0, 28, 0),
+        last=(0, 32, 99),
+        ident="vllm_dist_<uuid-of-node-{node}>",
+        shared_by="",
+        source="vllm #50999: the name of the node's own file store, random",
+    ),
+)
+"""All of them check that the names of a group agree (vllm #34169), and none that the memory is one (#46716)."""
+
+NAMES_SOURCES = ("vllm #33628", "vllm #34169", "vllm #46716")
+"""Names that agree over two machines."""
+
+SHM_NAME = "{ident}-{kind}:0-[{ranks}]-cpushm"
+"""device_communicators/cpu_communicator.py, `_CPUSHMDistributed.make_group_name`, 0.18 to 0.32 (kind: tp or pp)."""
+
+SHM_MAX_RANKS = 8
+"""A group with more ranks dies in vLLM's SHM operations (csrc/cpu/shm.cpp, MAX_SHM_RANK_NUM)."""
+
+SHM_ISA = "avx512f"
+"""On x86-64 only the build for AVX-512 has SHM operations (torch.ops._C.init_shm_manager); the AVX2 build has none."""
+
+
+def shm_naming(version: str) -> ShmNaming | None:
+    """How this version names shared memory; the newest known way for a newer or unknown one."""
+    parsed = parse_version(version)
+    if parsed is None or parsed > SHM_NAMINGS[-1].last:
+        return SHM_NAMINGS[-1]
+    return next((naming for naming in SHM_NAMINGS if naming.first <= parsed <= naming.last), None)
+
 
 JOINED = "joined its groups"
 PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (

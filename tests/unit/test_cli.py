@@ -97,7 +97,7 @@ def test_a_plan_as_json(folder: Path) -> None:
     plan = data["data"]
     assert {"ranks", "groups", "commands", "warnings"} <= set(plan)
     assert set(plan["ranks"][0]) >= {"rank", "host", "node_rank", "local_rank", "stage", "tp_index", "cores", "layers"}
-    assert set(plan["groups"][0]) == {"name", "kind", "ranks", "backend", "reason", "links"}
+    assert set(plan["groups"][0]) == {"name", "kind", "ranks", "backend", "reason", "links", "memory", "stock"}
     assert set(plan["groups"][0]["links"][0]) == {"ranks", "transport", "reason"}
     assert set(plan["commands"][0]) >= {"host", "node_rank", "argv", "env"}
 
