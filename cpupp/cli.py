@@ -219,6 +219,10 @@ def doctor(
         typer.Option(metavar="CODE[,CODE]", help="Run these checks alone: codes, or beginnings (NET)."),
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="CODE[,CODE]", help="Leave these checks out.")] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="First remove dead files of this user from every host's /dev/shm.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show each check that is in order.")] = False,
     accept_new: _AcceptNew = False,
     as_json: _Json = False,
 ) -> None:
@@ -231,9 +235,17 @@ def doctor(
         codes = chosen_codes(CHECKS, only or (), skip or ())
         spec = cli_doctor.this_machine() if file is None else _load(file)
         try_secrets(spec, os.environ)
-        tell = _tell if accept_new else None
-        examined = signals.wait(lambda: cli_doctor.examine(spec, codes, accept_new=tell))
-        ok = cli_doctor.show(None if file is None else spec, codes, examined, as_json)
+        examined = signals.wait(
+            lambda: cli_doctor.examine(
+                spec,
+                codes,
+                accept_new=_tell if accept_new else None,
+                with_file=file is not None,
+                clean=clean,
+                tell=_tell,
+            )
+        )
+        ok = cli_doctor.show(None if file is None else spec, codes, examined, as_json=as_json, verbose=verbose)
         raise typer.Exit(int(ExitCode.OK if ok else ExitCode.FINDINGS))
 
 

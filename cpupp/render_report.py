@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +10,7 @@ from cpupp.plan.checks import CHECKS
 from cpupp.plan.diagnose import Report
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Finding
+from cpupp.plan.health import HealthFacts
 from cpupp.render import WIDTH, Page
 from cpupp.render_groups import add_groups, groups_data
 from cpupp.render_plan import count, gib
@@ -17,26 +18,31 @@ from cpupp.render_plan import count, gib
 _STYLE = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
 
 
-def report_page(title: str, report: Report, facts: Mapping[str, HostFacts], width: int = WIDTH) -> Page:
-    """Lay out a report: the hosts, what is wrong, what is right, the groups, the sum."""
+def report_page(
+    title: str,
+    report: Report,
+    facts: Mapping[str, HostFacts],
+    width: int = WIDTH,
+    *,
+    health: Mapping[str, HealthFacts] | None = None,
+    verbose: bool = False,
+) -> Page:
+    """Lay out a report: the hosts, what is wrong, what is right (a line for each host, or all), the groups, the sum."""
     page = Page(width)
     page.line(f"doctor: {title}", "bold")
     if facts:
         page.heading("Hosts")
         page.table(
-            ("host", "hostname", "CPUs", "NUMA", "memory", "/dev/shm", "Python", "torch", "vLLM"),
-            [_host_row(name, fact) for name, fact in facts.items()],
+            ("host", "hostname", "CPUs", "NUMA", "memory", "/dev/shm", "Python", "torch", "vLLM", "Linux", "libc"),
+            [_host_row(name, fact, (health or {}).get(name)) for name, fact in facts.items()],
         )
     for severity, heading in (("error", "Errors"), ("warning", "Warnings"), ("info", "Worth knowing")):
         wrong = [finding for finding in report.findings if finding.severity == severity]
         if wrong:
             page.heading(heading)
-            for finding in wrong:
-                _wrong(page, finding)
-    right = [finding for finding in report.findings if finding.severity == "ok"]
-    if right:
-        page.heading("In order")
-        page.table(("check", "host", "found", "evidence"), [(f.code, f.host, f.title, f.evidence) for f in right])
+            for several in _alike(wrong):
+                _wrong(page, several)
+    _right(page, [finding for finding in report.findings if finding.severity == "ok"], verbose)
     if report.groups:
         add_groups(page, report.groups, report.details)
     page.line()
@@ -44,7 +50,38 @@ def report_page(title: str, report: Report, facts: Mapping[str, HostFacts], widt
     return page
 
 
-def _host_row(name: str, fact: HostFacts) -> tuple[str, ...]:
+def add_cleaned(page: Page, cleaned: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Say what `--clean` has removed, by host."""
+    page.heading("Removed from /dev/shm")
+    rows = [(name, str(entry["name"]), f"{entry['size']} bytes") for name, found in cleaned.items() for entry in found]
+    if rows:
+        page.table(("host", "file", "size"), rows)
+    else:
+        page.line("  nothing: no host has dead files of this user")
+
+
+def _right(page: Page, right: Sequence[Finding], verbose: bool) -> None:
+    if not right:
+        return
+    page.heading("In order")
+    if verbose:
+        page.table(("check", "host", "found", "evidence"), [(f.code, f.host, f.title, f.evidence) for f in right])
+        return
+    for host in dict.fromkeys(finding.host for finding in right):
+        codes = dict.fromkeys(finding.code for finding in right if finding.host == host)
+        page.line(f"  {host or 'all together'}: {count(len(codes), 'check')}")
+    page.line("  --verbose shows each", "dim")
+
+
+def _alike(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Put together what is said of several hosts in the same words."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.code, finding.title, finding.cause, finding.fix), []).append(finding)
+    return list(groups.values())
+
+
+def _host_row(name: str, fact: HostFacts, health: HealthFacts | None) -> tuple[str, ...]:
     return (
         name,
         fact.hostname,
@@ -55,13 +92,22 @@ def _host_row(name: str, fact: HostFacts) -> tuple[str, ...]:
         fact.engine.python_version,
         fact.engine.torch,
         fact.engine.vllm,
+        fact.kernel.partition("-")[0],
+        health.glibc.removeprefix("glibc ") if health else "",
     )
 
 
-def _wrong(page: Page, finding: Finding) -> None:
-    host = f"{finding.host}: " if finding.host else ""
-    page.prose(f"{host}{finding.title}", hang=f"{finding.code}  ", style=_STYLE[finding.severity])
-    for name, text in (("evidence", finding.evidence), ("cause", finding.cause), ("fix", finding.fix)):
+def _wrong(page: Page, several: Sequence[Finding]) -> None:
+    first = several[0]
+    hosts = ", ".join(finding.host for finding in several if finding.host)
+    page.prose(
+        f"{hosts}: {first.title}" if hosts else first.title, hang=f"{first.code}  ", style=_STYLE[first.severity]
+    )
+    texts = {finding.host: finding.evidence for finding in several}
+    evidence = first.evidence
+    if len(set(texts.values())) > 1:
+        evidence = "; ".join(f"{host}: {text}" for host, text in texts.items())
+    for name, text in (("evidence", evidence), ("cause", first.cause), ("fix", first.fix)):
         if text:
             page.prose(" ".join(text.split()), indent="    ", hang=f"{name}: ".ljust(10))
 

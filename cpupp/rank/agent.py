@@ -23,7 +23,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from . import agent_net, agent_probe, agent_proc, agent_runs, agent_site
+from . import agent_ask_vllm, agent_health, agent_leftovers, agent_net, agent_probe, agent_proc, agent_runs, agent_site
 from .agent_attempt import COPY_S, GRACE_S, KILL_S, Attempt
 from .agent_children import Children
 from .agent_http import http
@@ -61,6 +61,10 @@ class Agent:
                 "ping": lambda request: {},
                 "configure": self.configure,
                 "probe": lambda request: agent_probe.host_facts(request, self.nonces, self.children),
+                "clock": agent_health.clock,
+                "health": lambda request: agent_health.health_facts(request, self.children),
+                "ask_vllm": lambda request: agent_ask_vllm.ask_vllm(request, self.children),
+                "clean": lambda request: agent_leftovers.clean(time.time()),
                 "shm_read": lambda request: agent_probe.read_nonces(request["names"], request["values"]),
                 "shm_clear": lambda request: self.nonces.clear(),
                 "routes": lambda request: agent_net.routes(request["targets"]),

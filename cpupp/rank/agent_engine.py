@@ -67,10 +67,14 @@ def engine_facts(python: str, children: Children) -> dict[str, str]:
     return facts
 
 
+def probe_environment() -> dict[str, str]:
+    """Return the environment in which the engine's Python is asked something: without PYTHON* and VLLM_*."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_", "LD_PRELOAD"))}
+
+
 def _ask(path: str, children: Children) -> tuple[dict[str, str], str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
-        answer = children.ask([path, "-c", ASK], ASK_TIMEOUT_S, environment)
+        answer = children.ask([path, "-c", ASK], ASK_TIMEOUT_S, probe_environment())
     except (OSError, ValueError) as error:
         return {}, f"{path}: {getattr(error, 'strerror', None) or error}"
     for line in answer.output.decode("utf-8", "replace").splitlines():

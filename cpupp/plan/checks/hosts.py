@@ -1,14 +1,14 @@
-"""Checks of the machines: reach, cores, instructions, memory, limits. Pure; sizes in bytes."""
+"""Checks of the machines: reach, clock, and what runs there already. Pure; times in seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cpupp.plan.checks.wording import gib, table
-from cpupp.plan.facts import HostFacts
-from cpupp.plan.findings import Case, Finding, check, error, ok, warning
+from cpupp.plan.checks.wording import age
+from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
 
-MIN_OPEN_FILES = 4096
+SLOW_S, UNSTEADY_S = 0.5, 1.0
+MAX_SKEW_S = 2.0
 
 
 @check(
@@ -29,90 +29,79 @@ def host_reach(case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "CPU",
-    "cores, NUMA nodes and the share that the cgroup grants",
+    "SSH-LATENCY",
+    "the host answers quickly and evenly over the SSH session",
     severities="warning",
-    why="more threads than the quota grants are put to sleep in the middle of a step",
-    fix="raise the CPU quota of the cgroup, or let the plan use fewer cores",
+    why="orders and signs of life travel this way; a session that stalls for 20 s counts as lost",
+    fix="look at the load of the host and at the way to it (VPN, jump hosts, DNS of sshd)",
+    needs=("timing",),
 )
-def cpu(case: Case) -> Iterator[Finding]:
-    """What each host may run on, and a cgroup quota below it."""
-    for name, fact in case.facts.items():
-        cores = len({(c.socket, c.core) for c in fact.cpus})
-        nodes = len({c.numa for c in fact.cpus})
-        evidence = f"{len(fact.cpus)} CPUs, {cores} cores, {nodes} NUMA node{'s' if nodes > 1 else ''}"
-        if fact.cpu_quota is not None and fact.cpu_quota < cores:
-            cause = "more threads than the quota grants are put to sleep in the middle of a step"
-            fix = f"the plan uses {max(1, int(fact.cpu_quota))}; raise the cgroup's CPU quota for more"
-            evidence += f", cgroup quota {fact.cpu_quota:g} cores"
-            yield warning(name, "CPU quota below its cores", evidence=evidence, cause=cause, fix=fix)
+def ssh_latency(case: Case) -> Iterator[Finding]:
+    """The median of a few small requests, and the distance between the quickest and the slowest."""
+    for name, timing in case.timing.items():
+        low, high = min(timing.round_trips), max(timing.round_trips)
+        evidence = f"{len(timing.round_trips)} requests: {low * 1e3:.1f} to {high * 1e3:.1f} ms"
+        if timing.median_s > SLOW_S or high - low > UNSTEADY_S:
+            title = "answers slowly" if timing.median_s > SLOW_S else "answers unevenly"
+            cause = "orders and signs of life travel this way; a session that stalls for 20 s counts as lost"
+            fix = "look at the load there (`uptime`), and at the way to it"
+            yield warning(name, title, evidence=evidence, cause=cause, fix=fix)
         else:
-            yield ok(name, f"{cores} cores", evidence)
+            yield ok(name, f"answers in {timing.median_s * 1e3:.1f} ms", evidence)
 
 
 @check(
-    "CPU-ISA",
-    "vector instructions of each host, and whether they are equal",
-    severities="error warning",
-    why="vLLM's x86 builds need AVX2 and die of SIGILL without; on unequal CPUs the weakest sets the pace",
-    fix="leave the host out, or give it fewer layers",
+    "CLOCK",
+    "the clocks of the hosts and of this machine agree",
+    severities="warning",
+    why="the lines of several hosts' logs cannot be put in order; certificates and tokens may not be valid there",
+    fix="run a time service on every host: `timedatectl set-ntp true`",
+    needs=("timing",),
 )
-def cpu_isa(case: Case) -> Iterator[Finding]:
-    """vllm #18660: SIGILL; a mixed cluster chooses kernels host by host."""
-    best = {name: _isa(fact) for name, fact in case.facts.items()}
-    for name, level in best.items():
-        if case.facts[name].arch == "x86_64" and not level:
-            cause = "vLLM's x86 builds need AVX2: the ranks would die of SIGILL"
-            yield error(name, "no AVX2", evidence="flags of /proc/cpuinfo", cause=cause, fix="leave this host out")
+def clock(case: Case) -> Iterator[Finding]:
+    """Each host's clock against this machine's, as exact as half a round trip."""
+    for name, timing in case.timing.items():
+        by = abs(timing.ahead_s)
+        if by > MAX_SKEW_S:
+            title = f"its clock is {by:.1f} s {'ahead of' if timing.ahead_s > 0 else 'behind'} this machine's"
+            cause = "lines of several hosts' logs come in a wrong order, and certificates may not be valid"
+            fix = f"on {name}: timedatectl set-ntp true"
+            yield warning(name, title, evidence="asked over the session", cause=cause, fix=fix)
         else:
-            yield ok(name, level or case.facts[name].arch, " ".join(case.facts[name].isa))
-    if len(set(best.values())) > 1:
-        cause = "the slowest stage sets the pace, and results may differ in the last bits"
-        yield warning("", "CPUs differ", evidence=table(best), cause=cause, fix="give the weaker host fewer layers")
-
-
-def _isa(fact: HostFacts) -> str:
-    flags = set(fact.isa)
-    for name, needs in (("AMX", {"amx_tile"}), ("AVX-512", {"avx512f"}), ("AVX2", {"avx2"}), ("SVE", {"sve"})):
-        if needs <= flags:
-            return name
-    return "NEON" if "asimd" in flags else ""
+            yield ok(name, f"clock within {max(by, min(timing.round_trips)):.2f} s")
 
 
 @check(
-    "MEMORY",
-    "memory of the machine, its NUMA nodes and the cgroup",
-    severities="warning",
-    why="the kernel kills what goes beyond the limit, with signal 9 and without a word",
-    fix="raise the limit of the cgroup; the plan counts with it",
+    "PROCESSES",
+    "no vLLM and no cpupp of somebody or of some earlier time runs there",
+    severities="warning info",
+    why="they take cores and memory from the ranks, and may hold the ports",
+    fix="`cpupp stop RUN` for a run of cpupp; others are their owner's to end",
+    needs=("health",),
 )
-def memory(case: Case) -> Iterator[Finding]:
-    """Totals; whether the plan fits is the check PLAN."""
-    for name, fact in case.facts.items():
-        evidence = f"{gib(fact.memory_total)} in all, {gib(fact.memory_available)} available"
-        for node in fact.numa:
-            evidence += f", NUMA node {node.node} {gib(node.memory_total)}"
-        if fact.memory_limit is not None and fact.memory_limit < fact.memory_total:
-            cause = "the kernel kills what goes beyond the cgroup's limit, with signal 9 and without a word"
-            evidence += f", cgroup limit {gib(fact.memory_limit)}"
-            fix = "the plan counts with the limit; raise it for more"
-            yield warning(name, "memory limited by the cgroup", evidence=evidence, cause=cause, fix=fix)
-        else:
-            yield ok(name, f"{gib(fact.memory_total)} of memory", evidence)
-
-
-@check(
-    "LIMITS",
-    "open files that a process of this user may have",
-    severities="warning",
-    why="requests in flight are refused with `Too many open files`",
-    fix="raise `ulimit -n`, for sshd's sessions",
-)
-def limits(case: Case) -> Iterator[Finding]:
-    """The API server holds a socket for each request in flight."""
-    for name, fact in case.facts.items():
-        nofile = fact.ulimits.get("nofile", -1)
-        if 0 <= nofile < MIN_OPEN_FILES:
-            fix = f"ulimit -n {MIN_OPEN_FILES * 16}, or LimitNOFILE= of the service that runs sshd"
-            cause = "requests in flight are refused with `Too many open files`"
-            yield warning(name, "few open files allowed", evidence=f"ulimit -n: {nofile}", cause=cause, fix=fix)
+def processes(case: Case) -> Iterator[Finding]:
+    """What doctor sees it tells; it ends nothing."""
+    for name, health in case.health.items():
+        strange = [p for p in health.processes if not p.run and (p.kind == "vllm" or p.orphan)]
+        if strange:
+            oldest = sorted(strange, key=lambda p: -p.age_s)
+            shown = [f"pid {p.pid} ({p.name}) of {p.owner}, {age(p.age_s)} old" for p in oldest[:4]]
+            rest = f" and {len(oldest) - 4} more" if len(oldest) > 4 else ""
+            cause = "no run of this user claims them; they take cores and memory from the ranks"
+            pids = " ".join(str(p.pid) for p in oldest)
+            fix = f"look at them: ps -fp {pids.replace(' ', ',')}; if nobody needs them: kill {pids}"
+            one = "1 process" if len(strange) == 1 else f"{len(strange)} processes"
+            title = f"{one} of {'vLLM' if any(p.kind == 'vllm' for p in strange) else 'cpupp'} already there"
+            yield warning(name, title, evidence=", ".join(shown) + rest, cause=cause, fix=fix)
+        runs = dict.fromkeys(p.run for p in health.processes if p.run)
+        for run in runs:
+            several = [p for p in health.processes if p.run == run]
+            oldest_s = max(p.age_s for p in several)
+            yield info(
+                name,
+                f"run {run} lives there",
+                f"{len(several)} processes, {age(oldest_s)} old",
+                fix=f"cpupp stop {run}",
+            )
+        if not strange and not runs:
+            yield ok(name, "no other vLLM or cpupp runs there")

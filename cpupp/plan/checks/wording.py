@@ -23,3 +23,11 @@ def table(values: Mapping[str, str]) -> str:
 def gib(size: int) -> str:
     """Bytes as GiB with one digit."""
     return f"{size / GIB:.1f} GiB"
+
+
+def age(seconds: float) -> str:
+    """`12 s`, `5 min`, `3 h`, `2 days`."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
