@@ -67,15 +67,18 @@ def examine(
 def show(spec: ClusterSpec | None, codes: tuple[str, ...], examined: Examined, *, as_json: bool, verbose: bool) -> bool:
     """Print the report, of this machine when spec is None. Returns whether there is no error in it."""
     report = diagnose(spec, examined.facts, examined.failures, codes, **examined.measured)
+    pairs = examined.measured.get("pairs", ())
     ok = report.count("error") == 0
     if as_json:
-        data = report_data(report, examined.facts)
+        data = report_data(report, examined.facts, pairs)
         extra = {} if examined.cleaned is None else {"cleaned": examined.cleaned}
         print_envelope("doctor", ok=ok, data={**data, **extra})
     else:
         title = "this machine" if spec is None else f"cluster {spec.name}, {len(spec.hosts)} hosts"
         health = examined.measured.get("health")
-        page = report_page(title, report, examined.facts, page_width(sys.stdout), health=health, verbose=verbose)
+        page = report_page(
+            title, report, examined.facts, page_width(sys.stdout), health=health, pairs=pairs, verbose=verbose
+        )
         if examined.cleaned is not None:
             add_cleaned(page, examined.cleaned)
         page.show(sys.stdout)

@@ -11,8 +11,10 @@ from cpupp.plan.diagnose import Report
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Finding
 from cpupp.plan.health import HealthFacts
+from cpupp.plan.pairs import PairFacts
 from cpupp.render import WIDTH, Page
 from cpupp.render_groups import add_groups, groups_data
+from cpupp.render_pairs import add_pairs
 from cpupp.render_plan import count, gib
 
 _STYLE = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
@@ -25,6 +27,7 @@ def report_page(
     width: int = WIDTH,
     *,
     health: Mapping[str, HealthFacts] | None = None,
+    pairs: Sequence[PairFacts] = (),
     verbose: bool = False,
 ) -> Page:
     """Lay out a report: the hosts, what is wrong, what is right (a line for each host, or all), the groups, the sum."""
@@ -43,6 +46,7 @@ def report_page(
             for several in _alike(wrong):
                 _wrong(page, several)
     _right(page, [finding for finding in report.findings if finding.severity == "ok"], verbose)
+    add_pairs(page, pairs)
     if report.groups:
         add_groups(page, report.groups, report.details)
     page.line()
@@ -144,10 +148,11 @@ def catalogue_text() -> str:
     )
 
 
-def report_data(report: Report, facts: Mapping[str, HostFacts]) -> dict[str, Any]:
+def report_data(report: Report, facts: Mapping[str, HostFacts], pairs: Sequence[PairFacts] = ()) -> dict[str, Any]:
     """The report as JSON values; `hosts` has all facts."""
     return {
         "findings": [asdict(finding) for finding in report.findings],
         "groups": groups_data(report.groups, report.details),
+        "pairs": [asdict(pair) for pair in pairs],
         "hosts": {name: asdict(fact) for name, fact in facts.items()},
     }

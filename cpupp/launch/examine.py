@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from cpupp.errors import CpuppError, ExitCode
+from cpupp.launch.pairs import measure_pairs
 from cpupp.launch.session import AgentSession, run_all
 from cpupp.plan.asking import architectures, asked_flags, one_of_each_build, preloads
 from cpupp.plan.cluster import ClusterSpec
@@ -47,6 +48,9 @@ class Examination:
         found: Measured = {}
         if "health" in needs or "vllm" in needs:
             found["health"] = self._each(HealthFacts, "health", self._health_orders(with_file), HEALTH_S)
+        if "pairs" in needs:  # alone: an import beside it would be measured too
+            found["pairs"], lost = measure_pairs(self.spec, self.sessions, self.facts, self.tell)
+            self._note(lost)
         asking = threading.Thread(target=self._ask_vllm, args=(found,), daemon=True)
         if "vllm" in needs and with_file:
             asking.start()  # seconds of imports, beside all else
@@ -98,8 +102,11 @@ class Examination:
 
     def _run(self, tasks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
         results, errors = run_all(tasks)
-        self.failures.update({error.where: (error.message, error.hint) for error in errors})
+        self._note(errors)
         return results
+
+    def _note(self, errors: Iterable[CpuppError]) -> None:
+        self.failures.update({error.where: (error.message, error.hint) for error in errors})
 
 
 def _time(session: AgentSession) -> TimingFacts:

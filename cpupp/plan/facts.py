@@ -48,10 +48,11 @@ class NumaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFacts:
-    """One network interface: name, addresses without prefix length, MTU, flags."""
+    """One network interface: name, addresses, the prefix length (bits) of each, MTU, flags."""
 
     name: str
     addresses: tuple[str, ...]
+    prefixes: tuple[int, ...]
     mtu: int
     up: bool
     loopback: bool

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.health import HealthFacts, TimingFacts, VllmFacts
+from cpupp.plan.pairs import PairFacts
 
 SEVERITIES = ("ok", "info", "warning", "error")
 """`info` is worth knowing, and nothing is to be done about it."""
@@ -41,7 +42,8 @@ class Case:
     """What a check may look at. spec: None when this machine is examined without a cluster file.
 
     failures: host -> (what went wrong, hint) of the hosts that could not be asked. The rest is measured only for checks
-    that need it, and empty otherwise: health and timing by host, vllm by host that was asked for its build.
+    that need it, and empty otherwise: health and timing by host, vllm by host that was asked for its build; pairs: the
+    way between every two hosts, both directions.
     """
 
     spec: ClusterSpec | None
@@ -50,6 +52,7 @@ class Case:
     health: Mapping[str, HealthFacts] = field(default_factory=dict)
     vllm: Mapping[str, VllmFacts] = field(default_factory=dict)
     timing: Mapping[str, TimingFacts] = field(default_factory=dict)
+    pairs: tuple[PairFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

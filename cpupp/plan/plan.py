@@ -164,7 +164,7 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         backend=spec.network.backend,
         head=head,
         master_addr=endpoints[head].address if spec.network.master_addr == "auto" else spec.network.master_addr,
-        master_port=_master_port(spec, facts.get(head)),
+        master_port=master_port(spec, facts.get(head)),
         serve_host=spec.serve.host,
         serve_port=spec.serve.port,
         hosts=tuple(_host_plan(spec, host, facts.get(host.name), no_shm.get(host.name, "")) for host in spec.hosts),
@@ -240,7 +240,8 @@ def _own_kv(spec: ClusterSpec) -> dict[str, int]:
     return found
 
 
-def _master_port(spec: ClusterSpec, head: HostFacts | None) -> int:
+def master_port(spec: ClusterSpec, head: HostFacts | None) -> int:
+    """The port where the head's store listens: the file's, else the first that the head found free."""
     if spec.network.master_port != "auto":
         return spec.network.master_port
     taken = {spec.serve.port}

@@ -23,9 +23,21 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from . import agent_ask_vllm, agent_health, agent_leftovers, agent_net, agent_probe, agent_proc, agent_runs, agent_site
+from . import (
+    agent_ask_vllm,
+    agent_firewall,
+    agent_health,
+    agent_leftovers,
+    agent_net,
+    agent_pairs,
+    agent_probe,
+    agent_proc,
+    agent_runs,
+    agent_site,
+)
 from .agent_attempt import COPY_S, GRACE_S, KILL_S, Attempt
 from .agent_children import Children
+from .agent_doors import Doors
 from .agent_http import http
 from .agent_outbox import Outbox
 from .agent_request import Requests
@@ -51,6 +63,7 @@ class Agent:
         self.inbox: queue.SimpleQueue[bytes | End] = queue.SimpleQueue()
         self.children = Children()
         self.nonces = agent_probe.Nonces()
+        self.doors = Doors()
         self.attempt = Attempt(self.outbox, self.children, sources, lambda reason: self.inbox.put(End(reason)))
         self.leash_s = self.attempt.leash_s = LEASH_S
         self.grace_s = GRACE_S
@@ -68,6 +81,10 @@ class Agent:
                 "shm_read": lambda request: agent_probe.read_nonces(request["names"], request["values"]),
                 "shm_clear": lambda request: self.nonces.clear(),
                 "routes": lambda request: agent_net.routes(request["targets"]),
+                "doors_open": lambda request: {**self.doors.open(request), "firewall": agent_firewall.firewall()},
+                "doors_close": lambda request: self.doors.close(),
+                "pairs_reach": agent_pairs.reach,
+                "pairs_measure": agent_pairs.measure,
                 "bind_check": lambda request: agent_net.check_ports(request["ports"], request.get("address", "")),
                 "prepare": attempt.prepare,
                 "start": attempt.start,

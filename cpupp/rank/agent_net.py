@@ -35,8 +35,8 @@ _IfAddrs._fields_ = [
 ]
 
 
-def interface_addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) for every IPv4 and IPv6 address; link-local IPv6 carries its `%interface`."""
+def interface_addresses() -> list[tuple[str, str, int]]:
+    """Return (interface, address, bits of the prefix) for every address; link-local IPv6 carries its `%interface`."""
     libc = ctypes.CDLL(None, use_errno=True)
     head = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(head)) != 0:
@@ -49,7 +49,7 @@ def interface_addresses() -> list[tuple[str, str]]:
             name = os.fsdecode(item.name)
             address = _read_address(item.address, name)
             if address:
-                found.append((name, address))
+                found.append((name, address, _prefix(item.netmask)))
             entry = item.next
     finally:
         libc.freeifaddrs(head)
@@ -69,6 +69,15 @@ def _read_address(pointer: int | None, interface: str) -> str:
     return ""
 
 
+def _prefix(pointer: int | None) -> int:
+    """Count the bits of a netmask; 0 when there is none."""
+    if not pointer:
+        return 0
+    family = struct.unpack("H", ctypes.string_at(pointer, 2))[0]
+    mask = ctypes.string_at(pointer + 8, 16) if family == socket.AF_INET6 else ctypes.string_at(pointer + 4, 4)
+    return sum(bin(byte).count("1") for byte in mask)
+
+
 def interfaces() -> list[dict[str, Any]]:
     """Return all interfaces in the kernel's order (see InterfaceFacts)."""
     addresses = interface_addresses()
@@ -83,7 +92,8 @@ def interfaces() -> list[dict[str, Any]]:
             found.append(
                 {
                     "name": name,
-                    "addresses": [address for owner, address in addresses if owner == name],
+                    "addresses": [address for owner, address, _ in addresses if owner == name],
+                    "prefixes": [prefix for owner, _, prefix in addresses if owner == name],
                     "mtu": mtu,
                     "up": bool(flags & IFF_UP),
                     "loopback": bool(flags & IFF_LOOPBACK),
@@ -94,7 +104,7 @@ def interfaces() -> list[dict[str, Any]]:
 
 def routes(targets: dict[str, str]) -> list[dict[str, str]]:
     """Return, for each peer and its address or name, our source address and interface (see RouteFacts)."""
-    owners = {address: name for name, address in reversed(interface_addresses())}
+    owners = {address: name for name, address, _ in reversed(interface_addresses())}
     return [_route(peer, target, owners) for peer, target in targets.items()]
 
 

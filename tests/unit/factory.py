@@ -166,9 +166,11 @@ def numa_node(node: int, gib: int) -> NumaFacts:
     return NumaFacts(node=node, memory_total=gib * GIB, memory_free=gib * GIB // 2)
 
 
-def interface(name: str, *addresses: str, up: bool = True) -> InterfaceFacts:
+def interface(name: str, *addresses: str, up: bool = True, **changes: Any) -> InterfaceFacts:
     """One network interface."""
-    return InterfaceFacts(name=name, addresses=addresses, mtu=1500, up=up, loopback=name == "lo")
+    prefixes = tuple(64 if ":" in address else 8 if name == "lo" else 24 for address in addresses)
+    fields: dict[str, Any] = {"prefixes": prefixes, "mtu": 1500, "up": up, "loopback": name == "lo"}
+    return InterfaceFacts(name=name, addresses=addresses, **{**fields, **changes})
 
 
 def port(number: int, *, holder: str = "") -> PortFacts:

@@ -11,6 +11,7 @@ from cpupp.plan.checks import engine as _engine
 from cpupp.plan.checks import preload as _preload
 from cpupp.plan.checks import shm as _shm
 from cpupp.plan.checks import network as _network
+from cpupp.plan.checks import pairs as _pairs
 from cpupp.plan.checks import model as _model
 from cpupp.plan.checks import environment as _environment
 from cpupp.plan.checks import whole as _whole
@@ -18,4 +19,4 @@ from cpupp.plan.findings import CHECKS
 
 __all__ = ["CHECKS"]
 
-del _hosts, _cpu, _memory, _preload, _engine, _shm, _network, _model, _environment, _whole
+del _hosts, _cpu, _memory, _preload, _engine, _shm, _network, _pairs, _model, _environment, _whole

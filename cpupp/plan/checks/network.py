@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cpupp.errors import CpuppError
-from cpupp.plan.checks.wording import from_error
-from cpupp.plan.findings import Case, Finding, check, error, ok, warning
-from cpupp.plan.network import address_errors, data_plane, is_container_bridge, is_loopback
+from cpupp.plan.checks.wording import from_error, table
+from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
+from cpupp.plan.network import Endpoint, address_errors, data_plane, is_container_bridge, is_loopback
+from cpupp.plan.pairs import network_of
 
 
 @check(
@@ -100,3 +101,91 @@ def net_route(case: Case) -> Iterator[Finding]:
             yield error(name, f"no route to {route.peer}", evidence=evidence, cause=cause, fix=fix)
         if fact.routes and not bad:
             yield ok(name, "routes to " + ", ".join(f"{r.peer} by {r.interface}" for r in fact.routes))
+
+
+def _endpoints(case: Case) -> dict[str, Endpoint]:
+    """The data plane of several hosts that have facts; empty when there is none (NET-ADDRESS says why)."""
+    if case.spec is None or len(case.facts) < 2:
+        return {}
+    try:
+        endpoints = data_plane(case.spec, case.facts)
+    except CpuppError:
+        return {}
+    return {name: endpoint for name, endpoint in endpoints.items() if name in case.facts}
+
+
+@check(
+    "NET-FAMILY",
+    "all hosts have addresses of one family, and none is link-local",
+    severities="error warning",
+    why="a link-local address means nothing to peers; IPv4 and IPv6 meet only where all hosts have both",
+    fix="give every host a `hosts[].address` of one family",
+)
+def net_family(case: Case) -> Iterator[Finding]:
+    """vllm #18986 and what the `%interface` of fe80:: addresses does to a peer."""
+    endpoints = _endpoints(case)
+    families = {name: "IPv6" if ":" in endpoint.address else "IPv4" for name, endpoint in endpoints.items()}
+    local = [name for name, endpoint in endpoints.items() if endpoint.address.lower().startswith(("fe8", "169.254."))]
+    for name in local:
+        cause = "such an address is unique on one link only, and peers would have to know by which interface"
+        evidence = f"{endpoints[name].address} on {endpoints[name].interface}"
+        fix = f"give hosts[].address of {name}: a global or private one (fd00::/8, 10.0.0.0/8, ...)"
+        yield error(name, "its address is link-local", evidence=evidence, cause=cause, fix=fix)
+    if len(set(families.values())) > 1:
+        cause = "an IPv4 host reaches an IPv6 address only if it has one too"
+        fix = "give every host a hosts[].address of one family"
+        addresses = {name: endpoint.address for name, endpoint in endpoints.items()}
+        yield warning("", "IPv4 and IPv6 are mixed", evidence=table(addresses), cause=cause, fix=fix)
+    elif families and not local:
+        yield ok("", f"{next(iter(families.values()))} everywhere")
+
+
+@check(
+    "NET-SUBNET",
+    "the hosts are in one subnet",
+    severities="info",
+    why="between subnets a router carries every token, and its firewall may have a say",
+    fix="nothing, when NET-PORTS and NET-SPEED are in order",
+)
+def net_subnet(case: Case) -> Iterator[Finding]:
+    """The network of each address on the data plane."""
+    subnets = {name: network_of(case.facts[name], e.address) for name, e in _endpoints(case).items()}
+    if len(set(subnets.values()) - {""}) > 1:
+        yield info("", "the hosts are in different subnets", table(subnets))
+    elif len(subnets) > 1:
+        yield ok("", f"all hosts are in {next(iter(subnets.values())) or 'one subnet'}")
+
+
+@check(
+    "NET-SSH-ADDRESS",
+    "ranks use the address that SSH reaches",
+    severities="info",
+    why="two networks: the one that carries SSH may be fine while the other is not",
+    fix="nothing, when it is meant; else `hosts[].address`",
+)
+def net_ssh_address(case: Case) -> Iterator[Finding]:
+    """sparkrun #157: control network and data network are often two."""
+    for name, endpoint in _endpoints(case).items():
+        reached = case.facts[name].ssh_address
+        if reached and reached != endpoint.address:
+            title = f"SSH reaches {reached}, ranks use {endpoint.address} on {endpoint.interface}"
+            yield info(name, title, endpoint.reason)
+
+
+@check(
+    "NET-IFNAME",
+    "no GLOO_SOCKET_IFNAME of a host's own stands against the plan's",
+    severities="info",
+    why="with stock vLLM it decides by which interface this host alone speaks (vllm #7074); lists and `^lo` crash gloo",
+    fix="nothing: cpupp gives each rank the interface of its host; unset it to be sure of what else reads it",
+)
+def net_ifname(case: Case) -> Iterator[Finding]:
+    """aws-do-eks #50, sglang #3226. The plan replaces it, so this only explains why it has no effect."""
+    for name, endpoint in _endpoints(case).items():
+        value = case.facts[name].environment.get("GLOO_SOCKET_IFNAME")
+        if value is None or value == endpoint.interface:
+            continue
+        exists = any(interface.name == value for interface in case.facts[name].interfaces)
+        there = "another interface of this host" if exists else "no interface of this host"
+        title = f"GLOO_SOCKET_IFNAME={value} is set there; its ranks get {endpoint.interface} all the same"
+        yield info(name, title, f"{value}: {there}")
