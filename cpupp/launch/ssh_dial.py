@@ -69,7 +69,8 @@ class Wire:
         transport.host_algorithms = tuple(algorithms_for(known, transport.get_security_options().key_types))
         transport.start_client(timeout=deadline.remaining())
         if not transport.initial_kex_done:
-            raise TimeoutError(f"no SSH handshake within {deadline.seconds:g} s")
+            what = "handshake" if transport.remote_version else "banner"
+            raise TimeoutError(f"no SSH {what} within {deadline.seconds:g} s")
         return transport
 
     def _socket(

@@ -13,7 +13,7 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 _RAISED = re.compile(r"(?:^|\]\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: .*)$")
-_WORKER_DIED = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-?\d+)\)")
+_WORKER_DIED = re.compile(r"Worker proc \S+?(?P<rank>\d+)? died unexpectedly \(exit code: (?P<code>-?\d+)\)")
 _SIGNAL_MEANING = {
     signal.SIGKILL: "probably out of memory (see `dmesg` on that host)",
     signal.SIGILL: "illegal instruction: this build of vLLM does not fit the CPU",
@@ -66,12 +66,23 @@ def with_words(failure: Failure, tails: Mapping[int, tuple[str, ...]]) -> Failur
         raised = [match[1] for line in lines if (match := _RAISED.search(line))]
         if raised:
             failure = replace(failure, message=f"a worker raised {raised[0]}")
-    if failure.code in ("RANK-EXIT", "RANK-DIED"):
-        # Only the parent learns how a worker ended, and it may be gone before anybody looks (vLLM 0.32 and later).
-        died = [int(match[1]) for line in lines if (match := _WORKER_DIED.search(line))]
-        if died and not any(name.name in failure.message for name in signal.Signals):
-            failure = replace(failure, message=f"{failure.message}: a worker process {exit_text(died[0])}")
-    return replace(failure, last_lines=lines)
+    return with_signal(replace(failure, last_lines=lines))
+
+
+def with_signal(failure: Failure) -> Failure:
+    """The failure with the way in which a worker ended, out of its node's last lines: only its parent learns that.
+
+    The parent may end before anybody sees the worker missing. A worker that was killed is the cause all the same.
+    """
+    died = next(filter(None, map(_WORKER_DIED.search, failure.last_lines)), None)
+    told = any(name.name in failure.message for name in signal.Signals)
+    if died is None or told or failure.code not in ("RANK-EXIT", "RANK-DIED"):
+        return failure
+    how = f"a worker process {exit_text(int(died['code']))}"
+    if failure.code == "RANK-DIED" or int(died["code"]) >= 0:
+        return replace(failure, message=f"{failure.message}: {how}")
+    ranks = tuple(rank for rank in failure.ranks if str(rank) == died["rank"]) or failure.ranks
+    return replace(failure, code="RANK-DIED", ranks=ranks, message=f"{how}; its vLLM node {failure.message}")
 
 
 def exit_text(code: int, why: str = "") -> str:

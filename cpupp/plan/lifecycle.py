@@ -272,8 +272,11 @@ def _stopped_launcher(seconds: float) -> Failure:
 
 
 def _give_up(state: State, tails: Mapping[int, tuple[str, ...]]) -> Next:
-    failures = tuple(with_words(failure, tails) for failure in state.failures)
-    return replace(state, stage="stopping", failures=order_failures(failures)), (StopAll(failed=True),)
+    failures = order_failures(tuple(with_words(failure, tails) for failure in state.failures))
+    first: dict[tuple[int | None, str, str], Failure] = {}
+    for failure in failures:  # the words of two may show that they are one
+        first.setdefault((failure.node_rank, failure.host, failure.code), failure)
+    return replace(state, stage="stopping", failures=tuple(first.values())), (StopAll(failed=True),)
 
 
 def _interrupted(state: State, signum: int) -> Next:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from cpupp.plan.failures import Failure, exit_text
+from cpupp.plan.failures import Failure, exit_text, with_signal
 from cpupp.plan.hoststate import HostFailure, NodeReport, Process, Site
 from cpupp.plan.metrics import Load, Speed, speed
 from cpupp.plan.runs import Run
@@ -178,7 +178,7 @@ def _failure(site: Site, failure: HostFailure, sites: Mapping[str, Site]) -> Fai
     lost = failure.code == "PEER-LOST"
     home = next((other for other in sites.values() if lost and failure.node in other.nodes), site)
     node = home.nodes.get(failure.node)
-    return Failure(
+    found = Failure(
         host=_host_of(failure.node, site) if lost and node is None else home.host,
         node_rank=failure.node if failure.node >= 0 else None,
         ranks=tuple(sorted(node.ranks)) if node else (),
@@ -186,6 +186,7 @@ def _failure(site: Site, failure: HostFailure, sites: Mapping[str, Site]) -> Fai
         message=failure.message,
         last_lines=failure.last_lines,
     )
+    return with_signal(found)
 
 
 def _host_of(node: int, site: Site) -> str:

@@ -127,7 +127,7 @@ def lose_peer(bench: Bench, main: int) -> None:
 
 FAULTS: list[tuple[Callable[[Bench, int], None], str]] = [
     (kill_main, "RANK-SIGNAL"),
-    (stop_main, "RANK-STOPPED"),
+    (stop_main, "RANK-HALTED"),
     (kill_agent, "AGENT-LOST"),
     (stop_agent, "AGENT-LOST"),
     (lose_peer, "PEER-LOST"),

@@ -208,10 +208,11 @@ def test_a_keeper_that_stays_silent_is_replaced_by_the_agent() -> None:
 
 
 def test_a_silent_launcher_loses_its_ranks() -> None:
-    with Bench(leash_s=2.0, heartbeat_s=600.0, grace_s=1.0) as bench:
+    with Bench(leash_s=3.0, heartbeat_s=0.5, grace_s=1.0) as bench:
         pids = unpleasant(bench)
-        wait_dead(bench.agent, *pids, timeout=2.0 + GONE_S)
-        assert "no line from the launcher for 2 s" in bench.wait_event("lost")["reason"]
+        bench.session.heartbeat_s = 600.0  # after the next one, which may be on its way
+        wait_dead(bench.agent, *pids, timeout=3.5 + GONE_S)
+        assert "no line from the launcher for 3 s" in bench.wait_event("lost")["reason"]
         assert not bench.site.exists()
 
 

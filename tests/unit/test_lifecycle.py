@@ -142,6 +142,20 @@ def test_how_a_worker_ended_is_read_from_its_parents_words() -> None:
     assert run.state.failures[0].message == message
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_killed_worker_is_the_failure_whoever_is_heard_of_first(first: bool) -> None:
+    """Its parent tells why it ends, and may be gone before the keeper sees that the worker is."""
+    run = History().serving()
+    exited = Exited(at=20, node_rank=1, code=1)
+    run.feed(*((exited, RankDied(at=20, node_rank=1, rank=1, pid=4)) if first else (exited,)))
+    words = "ERROR 11-29 17:45:43 [x.py:316] Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down"
+    run.feed(Tick(at=20 + SETTLE, tails={1: (words,)}))
+    (failure,) = run.state.failures
+    assert (failure.code, failure.host, failure.ranks) == ("RANK-DIED", "b", (1,))
+    assert failure.message.startswith("a worker process killed by SIGKILL: probably out of memory")
+    assert failure.message.endswith("; its vLLM node exited with code 1")
+
+
 def test_exit_code_zero_of_a_rank_is_a_failure() -> None:
     run = History().serving()
     run.feed(Exited(at=20, node_rank=1, code=0), Tick(at=20 + SETTLE))
