@@ -184,18 +184,24 @@ def plan(
     offline: Annotated[
         bool, typer.Option("--offline", help="Ask no host; what cannot be known is marked as assumed.")
     ] = False,
+    svg: Annotated[
+        str | None, typer.Option(metavar="FILE.svg", help="Write the map as a picture, too.", show_default=False)
+    ] = None,
     accept_new: _AcceptNew = False,
     as_json: _Json = False,
 ) -> None:
-    """Show what a launch would do: ranks, layers, links, commands."""
-    _plan("plan", file, offline=offline, accept_new=accept_new, as_json=as_json)
+    """Show what a launch would do: a map, ranks, layers, links, commands."""
+    _plan("plan", file, offline=offline, accept_new=accept_new, as_json=as_json, svg=svg)
 
 
-def _plan(command: str, file: str, *, offline: bool, accept_new: bool, as_json: bool) -> None:
+def _plan(command: str, file: str, *, offline: bool, accept_new: bool, as_json: bool, svg: str | None = None) -> None:
     with _guard(command, as_json), _signals() as signals:
+        from cpupp.cli_files import svg_path, write_file
         from cpupp.render import page_width, print_envelope
+        from cpupp.render_map import can_draw
         from cpupp.render_plan import plan_data, plan_page
 
+        picture = None if svg is None else svg_path(svg)
         spec = _load(file)
         try_secrets(spec, None if offline else os.environ)
         if offline:
@@ -203,10 +209,15 @@ def _plan(command: str, file: str, *, offline: bool, accept_new: bool, as_json: 
         else:
             with _connected(spec, signals, accept_new) as (_, facts):
                 made, commands = _make_plan(spec, facts)
+        if picture is not None:
+            from cpupp.render_svg import map_svg
+
+            write_file(picture, map_svg(made))
         if as_json:
             print_envelope(command, ok=True, data=plan_data(made, commands))
         else:
-            plan_page(made, commands, page_width(sys.stdout)).show(sys.stdout)
+            page = plan_page(made, commands, page_width(sys.stdout), lines=can_draw(sys.stdout))
+            page.show(sys.stdout)
 
 
 @app.command()
@@ -355,9 +366,10 @@ def _make_plan(spec: ClusterSpec, facts: Mapping[str, Any]) -> tuple[Plan, tuple
 
 def _show_plan(made: Plan, commands: tuple[RankCommand, ...]) -> None:
     from cpupp.render import page_width
+    from cpupp.render_map import can_draw
     from cpupp.render_plan import plan_page
 
-    plan_page(made, commands, page_width(sys.stderr)).show(sys.stderr)
+    plan_page(made, commands, page_width(sys.stderr), lines=can_draw(sys.stderr)).show(sys.stderr)
 
 
 def _runs_folder() -> Path:

@@ -13,7 +13,7 @@ from cpupp.plan.bench_order import ALL_REDUCE, HOP
 from cpupp.plan.plan import Plan
 from cpupp.printer import Printer
 from cpupp.render import WIDTH, Page, page_width, visible, write
-from cpupp.render_plan import count
+from cpupp.render_sizes import count
 
 BAR = 40
 _UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))

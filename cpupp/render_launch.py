@@ -13,7 +13,7 @@ from cpupp.errors import CpuppError
 from cpupp.plan.plan import Plan
 from cpupp.printer import Line, Printer
 from cpupp.render import Page, page_width, visible, write
-from cpupp.render_plan import ranges
+from cpupp.render_sizes import ranges
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -10,18 +10,22 @@ from typing import Any
 
 from cpupp.plan.command import RankCommand
 from cpupp.plan.network import url_host
-from cpupp.plan.partition import GIB
 from cpupp.plan.placement import Prediction
 from cpupp.plan.plan import NodePlan, Plan, RankPlan
 from cpupp.plan.shown import SHOWN, shown_argv, shown_env
 from cpupp.render import WIDTH, Page
 from cpupp.render_groups import add_groups, groups_data
+from cpupp.render_map import add_map
+from cpupp.render_sizes import count, gib, ranges
 
 
-def plan_page(plan: Plan, commands: Sequence[RankCommand], width: int = WIDTH, *, with_commands: bool = True) -> Page:
-    """Lay out the whole plan."""
+def plan_page(
+    plan: Plan, commands: Sequence[RankCommand], width: int = WIDTH, *, with_commands: bool = True, lines: bool = True
+) -> Page:
+    """Lay out the whole plan. lines: whether the map may use line-drawing characters."""
     page = Page(width)
     _summary(page, plan)
+    add_map(page, plan, lines=lines)
     _hosts(page, plan)
     _ranks(page, plan)
     add_groups(page, plan.groups, plan.details)
@@ -296,38 +300,10 @@ def _command_data(command: RankCommand) -> dict[str, Any]:
     }
 
 
-def count(number: int, what: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def milliseconds(nanoseconds: int) -> str:
     """Three significant digits."""
     value = nanoseconds / 1e6
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
-
-
-def gib(size: int) -> str:
-    """Bytes as GiB with three significant digits at least."""
-    value = size / GIB
-    return (
-        f"{value:.0f} GiB"
-        if value >= 100 or size % GIB == 0
-        else f"{value:.1f} GiB"
-        if value >= 10
-        else f"{value:.2f} GiB"
-    )
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """CPU numbers as the kernel writes them: `0-3,8`."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def quote(text: str) -> str:

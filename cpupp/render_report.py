@@ -15,7 +15,7 @@ from cpupp.plan.pairs import PairFacts
 from cpupp.render import WIDTH, Page
 from cpupp.render_groups import add_groups, groups_data
 from cpupp.render_pairs import add_pairs
-from cpupp.render_plan import count, gib
+from cpupp.render_sizes import count, gib
 
 _STYLE = {"ok": "green", "info": "cyan", "warning": "yellow", "error": "bold red"}
 

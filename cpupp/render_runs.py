@@ -13,7 +13,7 @@ from cpupp.plan.runstate import RunState
 from cpupp.plan.status import RankStatus, RunStatus
 from cpupp.render import Page, forget, visible
 from cpupp.render_launch import failure_data, show_failure
-from cpupp.render_plan import count, gib, ranges
+from cpupp.render_sizes import count, gib, ranges
 
 if TYPE_CHECKING:
     from cpupp.launch.run_stop import StopResult

@@ -24,7 +24,7 @@ from cpupp.printer import MAX_WAITING, Printer
 from cpupp.render import Page, error_page, flat, page_width, visible
 from cpupp.render_groups import link_bundles
 from cpupp.render_launch import LaunchView, result_data, result_page
-from cpupp.render_plan import gib, ranges
+from cpupp.render_sizes import gib, ranges
 from tests.unit.factory import cluster, machines
 
 
