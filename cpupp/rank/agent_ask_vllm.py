@@ -28,22 +28,23 @@ def flags():
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except ImportError:
         from vllm.utils import FlexibleArgumentParser
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    parser = make_arg_parser(FlexibleArgumentParser())
+    from vllm.entrypoints.cli import serve  # where its parser is made moved between versions
+    parser = serve.make_arg_parser(FlexibleArgumentParser())
     known = {name.replace("_", "-") for name in parser._option_string_actions}
-    known |= {"--headless", "--api-server-count"} & known
     for flag in order["flags"]:
         plain = flag.split("=")[0].split(".")[0].replace("_", "-")
         if plain not in known and not any(name.startswith(plain) for name in known):
             answer["unknown_flags"].append(flag)
 def models():
+    from vllm.model_executor.models.interfaces import supports_pp
     from vllm.model_executor.models.registry import ModelRegistry
     for name in order["architectures"]:
         entry = ModelRegistry.models.get(name)
         if entry is None:
             answer["architectures"][name] = "absent"
         else:
-            answer["architectures"][name] = "pipeline" if entry.inspect_model_cls().supports_pp else "single"
+            # Loaded here: inspect_model_cls would import all of vLLM once more, in a process of its own.
+            answer["architectures"][name] = "pipeline" if supports_pp(entry.load_model_cls()) else "single"
 for step in (flags, models):
     try:
         step()

@@ -34,7 +34,7 @@ def leftovers(now: float) -> list[dict[str, Any]]:
             state = os.lstat(f"{agent_proc.SHM}/{name}")
         except OSError:
             continue
-        age_s = max(0.0, now - max(state.st_mtime, state.st_ctime))
+        age_s = max(0.0, now - state.st_mtime)
         found.append(
             {
                 "name": name,
