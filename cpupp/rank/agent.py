@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from . import (
     agent_ask_vllm,
+    agent_find,
     agent_firewall,
     agent_health,
     agent_leftovers,
@@ -74,6 +75,7 @@ class Agent:
                 "ping": lambda request: {},
                 "configure": self.configure,
                 "probe": lambda request: agent_probe.host_facts(request, self.nonces, self.children),
+                "find": agent_find.find_things,
                 "clock": agent_health.clock,
                 "health": lambda request: agent_health.health_facts(request, self.children),
                 "ask_vllm": lambda request: agent_ask_vllm.ask_vllm(request, self.children),
