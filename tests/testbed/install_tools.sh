@@ -17,7 +17,8 @@ need() { # need PACKAGE COMMAND...
 }
 need openssh-server sshd
 need openssh-client ssh ssh-keygen
-need iproute2 ip tc
+need iproute2 ip tc ss
+need nftables nft
 need util-linux unshare nsenter taskset
 need zsh zsh
 need fish fish
