@@ -85,7 +85,7 @@ def _read(path: str) -> str:
 def site_record(plan: Plan, host: str, *, created: float, api: str, names: Sequence[str]) -> dict[str, Any]:
     """What the host keeps of the run beside its site folder, for those who ask the host and have no record.
 
-    api: the API's base URL as the head itself reaches it, empty elsewhere.
+    api: the API's base URL as the head itself reaches it, empty elsewhere; `url` is that of its clients.
     """
     me = launcher_identity()
     return {
@@ -96,4 +96,6 @@ def site_record(plan: Plan, host: str, *, created: float, api: str, names: Seque
         "num_nodes": len(plan.nodes),
         "hosts": list(names),
         "api": api if host == plan.head else "",
+        "url": public_url(plan),
+        "served_name": plan.served_name,
     }

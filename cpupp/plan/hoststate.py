@@ -100,7 +100,7 @@ def _site(item: Mapping[str, Any]) -> Site:
         record=_mapping(outer.get("record")) or outer,
         time=_float(state.get("time")),
         detached=bool(state.get("detached")),
-        failure=_failure(state.get("failure")),
+        failure=_own_failure(state, _mapping(item.get("result"))),
         nodes={node.node: node for node in nodes},
         held=bool(item.get("held")),
         ended=bool(item.get("ended")),
@@ -132,6 +132,14 @@ def _process(item: Mapping[str, Any]) -> Process:
         cpu_s=_float(item.get("cpu_s")),
         state=str(item.get("state") or ""),
     )
+
+
+def _own_failure(state: Mapping[str, Any], result: Mapping[str, Any]) -> HostFailure | None:
+    """The failure that the agent saw. That it was killed itself is said by the result alone."""
+    failure = _failure(state.get("failure"))
+    if failure is not None and failure.code == "PEER-LOST" and result.get("outcome") == "stopped":
+        return None  # in an ordered stop some hosts fall silent before others hear of it
+    return failure or _failure(result.get("failure"))
 
 
 def _failure(value: Any) -> HostFailure | None:

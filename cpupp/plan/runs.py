@@ -189,9 +189,14 @@ def _run_found(name: str, hosts: Sequence[HostRef], run: str, sites: Sequence[Si
         state=RunState.STARTING if any(site.held for site in last) else RunState.FAILED if failed else RunState.STOPPED,
         detached=any(site.detached for site in last),
         attempt=attempt,
-        url=next((str(site.record["api"]) for site in last if site.record.get("api")), ""),
+        url=_said(last, "url"),
+        served_name=_said(last, "served_name"),
         hosts=tuple(hosts),
     )
+
+
+def _said(sites: Sequence[Site], key: str) -> str:
+    return next((str(site.record[key]) for site in sites if site.record.get(key)), "")
 
 
 def joined(recorded: Sequence[Run], found: Sequence[Run]) -> list[Run]:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import DOWN_TIMEOUT_S, Run, assert_quiet, greedy, launched, ssh_hosts, write_cluster
+from tests.e2e.runs import DOWN_TIMEOUT_S, Run, assert_quiet, launched, ssh_hosts, write_cluster
 from tests.testbed.bed import Bed, hosts
-from tests.testbed.host import Host
 from tests.testbed.models import smollm2
 
 
@@ -21,12 +20,6 @@ def bed() -> Iterator[Bed]:
     """Two hosts, used by one run after the other: each must find them clean."""
     with hosts(2) as bed:
         yield bed
-
-
-def worker_of(run: Run, rank: int) -> int:
-    """Pid of the worker process of a rank, from its announcement."""
-    reports = [e["data"]["report"] for e in run.events() if e["event"] == "Reported"]
-    return next(int(r["pid"]) for r in reports if r.get("rank") == rank)
 
 
 def main_of(run: Run, node_rank: int) -> int:
@@ -40,25 +33,6 @@ def first_error(run: Run) -> str:
     return next(line for line in run.stderr.splitlines() if line.startswith("error: "))
 
 
-def alive(host: Host) -> int:
-    """Number of processes on a host."""
-    return len(host.processes())
-
-
-def test_killed_worker_of_the_follower(tmp_path: Path, bed: Bed) -> None:
-    """Stock vLLM stays up and answers /health with 200 for ever; here the dead rank is named and all is taken down."""
-    cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
-    with launched(tmp_path, bed, cluster) as run:
-        run.wait_for("ready")
-        greedy(bed[0].address, "Hello", num_tokens=2)
-        os.kill(worker_of(run, 1), signal.SIGKILL)
-        began = time.monotonic()
-        assert run.wait(DOWN_TIMEOUT_S) == 1
-        assert_quiet(bed, DOWN_TIMEOUT_S - (time.monotonic() - began))
-    assert first_error(run).startswith("error: rank 1 on b: worker process ")
-    assert set(run.logs()) == {"node-0-a.log", "node-1-b.log"}
-
-
 def test_killed_main_process_of_the_head_while_loading(tmp_path: Path, bed: Bed) -> None:
     cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
     with launched(tmp_path, bed, cluster) as run:
@@ -70,18 +44,6 @@ def test_killed_main_process_of_the_head_while_loading(tmp_path: Path, bed: Bed)
         assert run.wait(DOWN_TIMEOUT_S) == 1
         assert_quiet(bed)
     assert first_error(run).startswith("error: rank 0 on a: killed by SIGKILL")
-
-
-def test_killed_launcher(tmp_path: Path, bed: Bed) -> None:
-    """SIGKILL of cpupp: nobody is left to order anything, the agents act by themselves."""
-    cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed))
-    with launched(tmp_path, bed, cluster) as run:
-        run.wait_for("ready")
-        assert alive(bed[0]) > 3
-        run.process.kill()
-        assert run.wait(5) == -signal.SIGKILL
-        assert_quiet(bed)
-    assert any(run.logs().values())
 
 
 def test_sigterm_before_ready(tmp_path: Path, bed: Bed) -> None:

@@ -109,6 +109,8 @@ def site(host: str, node: int, *, run: str = RUN, cluster: str = "pair", **chang
         "num_nodes": 2,
         "hosts": ["a", "b"],
         "api": "http://127.0.0.1:8000" if node == 0 else "",
+        "url": "http://10.0.0.1:8000/v1",
+        "served_name": "m",
     }
     return {
         "site": f"/var/tmp/cpupp-0/{host}-0",

@@ -93,10 +93,28 @@ def test_sites_with_odd_values_are_read_as_far_as_they_go() -> None:
     assert read_sites({"no": "list"}) == ()
 
 
+@pytest.mark.parametrize(
+    ("seen", "result", "code"),
+    [
+        (None, {"outcome": "failed", "failure": {"code": "AGENT-LOST"}}, "AGENT-LOST"),
+        ({"code": "RANK-DIED"}, {"outcome": "failed", "failure": {"code": "RANK-DIED"}}, "RANK-DIED"),
+        ({"code": "RANK-DIED"}, {"outcome": "stopped", "failure": None}, "RANK-DIED"),
+        ({"code": "PEER-LOST"}, {"outcome": "stopped", "failure": None}, None),
+        ({"code": "PEER-LOST"}, None, "PEER-LOST"),
+        (None, {"outcome": "stopped", "failure": None}, None),
+    ],
+)
+def test_how_a_run_ended_on_a_host(seen: Any, result: Any, code: str | None) -> None:
+    entry = {**changed(site("a", 0), failure=seen), "result": result}
+    (found,) = read_sites([entry])
+    assert (found.failure.code if found.failure else None) == code
+
+
 def test_runs_that_only_the_hosts_know() -> None:
     sites = read_sites([site("a", 0), site("b", 1), site("a", 0, cluster="other", run="x")])
     (found,) = runs_found("pair", [], sites)
     assert (found.run, found.started, found.detached, found.state) == (RUN, 1000.0, True, RunState.STARTING)
+    assert (found.url, found.served_name) == ("http://10.0.0.1:8000/v1", "m")
     recorded = run(1)
     assert joined([recorded], [found, found]) == [recorded, found, found]
     assert len(joined([found], [found])) == 1
