@@ -31,8 +31,8 @@ def run_soak(folder: Path, minutes: float) -> tuple[list[str], int]:
             pids = {"launcher": run.process.pid, "agent, head": pid_of(run, 0, "agent")}
             pids["agent, follower"] = pid_of(run, 1, "agent")
             samples, answered, errors = _serve(bed[0], pids, minutes * 60)
-            written = _requests_logged(run)
             code = run.stop(signal.SIGINT)
+            written = _requests_logged(run)
             left = left_on(bed, 15)
     grown = {name: _growth([sample[name] for sample in samples]) for name in pids}
     lines = [
@@ -74,7 +74,6 @@ def _serve(head: Host, pids: dict[str, int], seconds: float) -> tuple[list[dict[
 
 
 def _requests_logged(run: Run) -> int:
-    time.sleep(3)  # what was written last is still on its way
     return sum(text.count('POST /v1/completions HTTP/1.1" 200') for text in run.logs().values())
 
 
