@@ -52,12 +52,13 @@ def examine(
 
     with_file: whether spec is a cluster file's; clean: remove dead leftovers first; tell: gets lines about progress.
     """
+    needs = needs_of(CHECKS, codes)
     sessions, errors = connect_all(spec, accept_new=accept_new)
     try:
-        facts, later = probe_all(spec, sessions)
+        facts, later = probe_all(spec, sessions, bandwidth=with_file and "bandwidth" in needs)
         examination = Examination(spec, sessions, facts, tell)
         cleaned = examination.clean() if clean else None
-        measured = examination.measure(needs_of(CHECKS, codes), with_file=with_file)
+        measured = examination.measure(needs, with_file=with_file)
     finally:
         run_all({name: session.close for name, session in sessions.items()})
     failures = {error.where: (error.message, error.hint) for error in [*errors, *later]}

@@ -25,8 +25,12 @@ def probe_hosts(spec: ClusterSpec, sessions: Mapping[str, AgentSession]) -> dict
     return facts
 
 
-def probe_all(spec: ClusterSpec, sessions: Mapping[str, AgentSession]) -> tuple[dict[str, HostFacts], list[CpuppError]]:
+def probe_all(
+    spec: ClusterSpec, sessions: Mapping[str, AgentSession], *, bandwidth: bool = True
+) -> tuple[dict[str, HostFacts], list[CpuppError]]:
     """Return the facts of the hosts that answered, and the errors of those that did not.
+
+    bandwidth: whether that of memory is measured, which takes a moment of all cores.
 
     First every host describes itself and puts a nonce into its /dev/shm; then every host reads the nonces of all; then
     the routes to all peers are asked, once their addresses are known.
@@ -34,7 +38,7 @@ def probe_all(spec: ClusterSpec, sessions: Mapping[str, AgentSession]) -> tuple[
     hosts = {host.name: host for host in spec.hosts if host.name in sessions}
     nonces = {name: (f"cpupp-nonce-{secrets.token_hex(16)}", secrets.token_hex(32)) for name in hosts}
     found, errors = run_all(
-        {name: partial(_probe, spec, host, sessions[name], nonces[name]) for name, host in hosts.items()}
+        {name: partial(_probe, spec, host, sessions[name], nonces[name], bandwidth) for name, host in hosts.items()}
     )
     names = {name: nonces[name][0] for name in found}
     values = {name: nonces[name][1] for name in found}
@@ -59,7 +63,9 @@ def probe_all(spec: ClusterSpec, sessions: Mapping[str, AgentSession]) -> tuple[
     return complete, [*errors, *seen_errors, *bad, *route_errors, *worse]
 
 
-def _probe(spec: ClusterSpec, host: HostSpec, session: AgentSession, nonce: tuple[str, str]) -> dict[str, Any]:
+def _probe(
+    spec: ClusterSpec, host: HostSpec, session: AgentSession, nonce: tuple[str, str], bandwidth: bool
+) -> dict[str, Any]:
     ports = [port for port in (spec.serve.port, spec.network.master_port) if isinstance(port, int)]
     answer: dict[str, Any] = session.request(
         "probe",
@@ -69,7 +75,7 @@ def _probe(spec: ClusterSpec, host: HostSpec, session: AgentSession, nonce: tupl
         model_path=spec.model.path,
         ports=ports,
         num_free_ports=NUM_FREE_PORTS,
-        bandwidth=True,
+        bandwidth=bandwidth,
         nonce={"name": nonce[0], "value": nonce[1]},
     )
     return answer

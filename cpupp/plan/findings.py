@@ -61,7 +61,7 @@ class Check:
 
     about: what is in order when it is ok; why: what happens otherwise; fix: what to do, in general (a finding says it
     for its host); severities: the worst first, without `ok`; needs: names of `Case` fields beside facts that it reads,
-    which are measured only for checks that were chosen.
+    or `bandwidth` (of memory); these are measured only for checks that were chosen.
     """
 
     code: str

@@ -112,7 +112,13 @@ def cpu_threads(case: Case) -> Iterator[Finding]:
     planned = plan_cores(case.spec, grid, case.facts)
     for text in planned.warnings:
         where, _, what = text.partition(": ")
-        yield warning("", what or text, evidence=where, cause="ranks wait for each other", fix="see docs/checks.md")
+        cause = "ranks and the engine wait for each other's cores in the middle of a step"
+        if "engine" in what:
+            fix = "put a host with more cores first (it becomes the head), or grant this one more CPUs"
+        else:
+            fix = "give fewer slots to these entries, or hosts[].cores that do not overlap"
+        title, evidence = (what, where) if what else (text, "the plan's cores")
+        yield warning("", title, evidence=evidence, cause=cause, fix=fix)
     for host in case.spec.hosts:
         fact = case.facts.get(host.name)
         if fact is None:

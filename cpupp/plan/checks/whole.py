@@ -49,6 +49,7 @@ def exposed(case: Case) -> Iterator[Finding]:
     severities="error",
     why="the launch would stop at the same place",
     fix="change the file as the finding says",
+    needs=("bandwidth",),
 )
 def plan_is_possible(case: Case) -> Iterator[Finding]:
     """What only the whole plan shows: slots, layers, heads, memory. Codes of single errors are in the evidence."""
