@@ -210,10 +210,10 @@ def _stop(
         write(sys.stderr, text + "\n")
 
     if everything:
+        from cpupp.launch.run_stop import is_over
         from cpupp.launch.runs import all_runs
-        from cpupp.plan.runstate import RunState
 
-        runs = [run for run in all_runs(root) if run.live or run.state is RunState.CRASHED]
+        runs = [run for run in all_runs(root) if not is_over(run)]
         results = caught.wait(lambda: _stop_each(runs, root, grace, tell))
     else:
         results = caught.wait(lambda: _stop_one(root, wanted, file, grace, tell))

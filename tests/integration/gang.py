@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,12 @@ class RankError(Exception):
 
 
 class Gang:
-    """sizes: number of ranks on each host; shm_size: of the tmpfs on the /dev/shm of the hosts but the first."""
+    """sizes: number of ranks on each host; shm_size: of the tmpfs on the /dev/shm of the hosts but the first.
 
-    def __init__(self, sizes: list[int], shm_size: str = "256m") -> None:
+    load: a module that each host loads before it forks its ranks.
+    """
+
+    def __init__(self, sizes: list[int], shm_size: str = "256m", load: str = "torch.distributed") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="cpupp-gang-", dir="/var/tmp")
         self._calls = 0
         address = f"{self._folder.name}/socket"
@@ -45,7 +48,7 @@ class Gang:
         with Listener(address, "AF_UNIX", authkey=KEY) as listener:
             first = 0
             for host, count in enumerate(sizes):
-                argv = [sys.executable, "-m", "tests.integration.gang", address, str(first), str(count)]
+                argv = [sys.executable, "-m", "tests.integration.gang", address, str(first), str(count), load]
                 if host:
                     need.need_root()
                     mount = f'mount -t tmpfs -o size={shm_size} tmpfs /dev/shm && exec "$@"'
@@ -108,7 +111,8 @@ class Gang:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(host.pid, signal.SIGKILL)
             host.wait()
-        for pid in self._pids:  # Intel's OpenMP leaves these behind when its process is killed
+        # Intel's OpenMP leaves these behind when its process does not take it apart
+        for pid in [*self._pids, *(host.pid for host in self._hosts)]:
             for path in Path("/dev/shm").glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
                 path.unlink(missing_ok=True)
         self._folder.cleanup()
@@ -140,14 +144,27 @@ def _serve(address: str, rank: int) -> None:
 def main() -> None:
     """The process of one host: loads torch once, forks the ranks, ends when they have ended."""
     address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    import torch.distributed  # noqa: F401  # loaded before the fork, so that the ranks share the seconds it takes
+    importlib.import_module(sys.argv[4])  # before the fork, so that the ranks share the seconds it takes
 
     for rank in range(first, first + count):
         if os.fork() == 0:
-            _serve(address, rank)
-            return
-    for _ in range(count):
-        os.wait()
+            with _leaving():
+                _serve(address, rank)
+    with _leaving():
+        for _ in range(count):
+            os.wait()
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """End the process after the block, without the seconds in which Python takes torch apart."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

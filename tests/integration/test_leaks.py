@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from tests.testbed import leaks, sweep
 from tests.testbed.host import wait_for
 from tests.testbed.models import ROOT
 
-# Others may make files on this machine meanwhile, so the inner run looks at these alone.
-FILES = ["/dev/shm/left-by-a-test", "/tmp/cpupp-left"]
+# Others may make files on this machine meanwhile, so each inner run looks at its own alone.
+FILES = {"shared memory": ["/dev/shm/left-by-a-test"], "temporary file": ["/tmp/cpupp-left"]}
 # What the test does -> what the run says of it, and with which evidence.
 LEAKS = {
     "orphan": (
@@ -32,9 +33,8 @@ LEAKS = {
 }
 
 
-@pytest.mark.parametrize("name", LEAKS)
-def test_what_a_test_leaves_is_found(name: str, tmp_path: Path) -> None:
-    statement, title, evidence = LEAKS[name]
+def inner_run(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A run of one test that does what LEAKS says."""
     test = f"""
         import subprocess
         from pathlib import Path
@@ -42,26 +42,42 @@ def test_what_a_test_leaves_is_found(name: str, tmp_path: Path) -> None:
         from tests.testbed.bed import hosts
 
         leaks.ORPHAN_GRACE_S = 0.1
-        leaks.files = lambda: {{path for path in map(Path, {FILES!r}) if path.exists()}}
+        leaks.files = lambda: {{path for path in map(Path, {FILES.get(name, [])!r}) if path.exists()}}
 
         def test_that_leaves_something():
-            {statement}
+            {LEAKS[name][0]}
     """
-    (tmp_path / "test_leaky.py").write_text(textwrap.dedent(test), encoding="utf-8")
+    folder.mkdir()
+    (folder / "test_leaky.py").write_text(textwrap.dedent(test), encoding="utf-8")
+    return subprocess.run(
+        # The outer run's own conftest, for a test outside of its folder.
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(folder)],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != leaks.SHARED_MACHINE},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Every inner run, side by side: most of their time is waiting."""
+    folder = tmp_path_factory.mktemp("leaks")
     try:
-        done = subprocess.run(
-            # The outer run's own conftest, for a test outside of its folder.
-            [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)],
-            cwd=ROOT,
-            env={key: value for key, value in os.environ.items() if key != leaks.SHARED_MACHINE},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        with ThreadPoolExecutor(len(LEAKS)) as pool:
+            done = pool.map(lambda name: inner_run(name, folder / name.replace(" ", "-")), LEAKS)
+            return dict(zip(LEAKS, done, strict=True))
     finally:
-        for file in FILES:
+        for file in (file for files in FILES.values() for file in files):
             Path(file).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_what_a_test_leaves_is_found(name: str, runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    _, title, evidence = LEAKS[name]
+    done = runs[name]
     assert title in done.stdout
     assert evidence in done.stdout
     assert done.returncode == (0 if name == "nothing" else 1)

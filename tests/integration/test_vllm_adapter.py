@@ -63,28 +63,53 @@ def site(folder: Path) -> Path:
     return folder / "site"
 
 
-LOAD = """
-import json, sys
-from vllm.plugins import load_general_plugins
-import vllm.plugins
+CASES = """
+import json, os, sys
+import vllm.plugins  # seconds, once: each case is a fork
+for line in sys.stdin:
+    case = json.loads(line)
+    if pid := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps(code), flush=True)
+        continue
+    os.environ.update(case["env"])
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(f"{case['folder']}/{name}", os.O_CREAT | os.O_WRONLY, 0o600), number)
+    break
+else:
+    sys.exit()
 before = set(sys.modules)
-load_general_plugins()
+vllm.plugins.load_general_plugins()
 vllm.plugins.plugins_loaded = False
-load_general_plugins()
+vllm.plugins.load_general_plugins()
 from vllm.platforms import current_platform
-print(json.dumps([current_platform.get_device_communicator_cls(), sorted(set(sys.modules) - before)]))
+print(json.dumps([current_platform.get_device_communicator_cls(), sorted(set(sys.modules) - before)]), flush=True)
+os._exit(0)  # without the second in which Python takes torch apart
 """
 
 
-def load_plugins(folder: Path, text: str | None) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """The process of `load_plugins`."""
+    folder = tmp_path_factory.mktemp("plugins")
     env = {k: v for k, v in os.environ.items() if k != HANDOFF_ENV}
-    env["PYTHONPATH"] = f"{site(folder)}:{ROOT}"
-    env["VLLM_CACHE_ROOT"] = str(folder / "cache")
-    if text is not None:
-        env[HANDOFF_ENV] = text
-    return subprocess.run(
-        [sys.executable, "-c", LOAD], env=env, cwd=folder, capture_output=True, text=True, check=False
-    )
+    env |= {"PYTHONPATH": f"{site(folder)}:{ROOT}", "VLLM_CACHE_ROOT": str(folder / "cache")}
+    argv = [sys.executable, "-c", CASES]
+    with subprocess.Popen(
+        argv, env=env, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        yield process
+        process.communicate()
+
+
+def load_plugins(cases: subprocess.Popen[str], folder: Path, text: str | None) -> tuple[int, str, str]:
+    """Load vLLM's plugins in a process with that handoff; return its exit code and what it wrote."""
+    assert cases.stdin
+    assert cases.stdout
+    env = {} if text is None else {HANDOFF_ENV: text}
+    cases.stdin.write(json.dumps({"env": env, "folder": str(folder)}) + "\n")
+    code = int(cases.stdout.readline())
+    return code, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 
 STOCK = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
@@ -98,10 +123,12 @@ STOCK = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
         ("stock", STOCK),
     ],
 )
-def test_the_plugin_injects_what_the_mode_says_and_reports_once(tmp_path: Path, mode: str, expected: str) -> None:
-    done = load_plugins(tmp_path, handoff(tmp_path, mode).encode())
-    assert done.returncode == 0, done.stderr
-    injected, loaded = json.loads(done.stdout.splitlines()[-1])
+def test_the_plugin_injects_what_the_mode_says_and_reports_once(
+    cases: subprocess.Popen[str], tmp_path: Path, mode: str, expected: str
+) -> None:
+    code, output, errors = load_plugins(cases, tmp_path, handoff(tmp_path, mode).encode())
+    assert code == 0, errors
+    injected, loaded = json.loads(output.splitlines()[-1])
     assert injected == expected
     (found,) = reports(tmp_path)
     assert isinstance(found, PluginReport)
@@ -111,16 +138,16 @@ def test_the_plugin_injects_what_the_mode_says_and_reports_once(tmp_path: Path, 
     assert heavy == []
 
 
-def test_without_a_handoff_nothing_happens(tmp_path: Path) -> None:
-    done = load_plugins(tmp_path, None)
-    assert json.loads(done.stdout.splitlines()[-1])[0] == STOCK, done.stderr
+def test_without_a_handoff_nothing_happens(cases: subprocess.Popen[str], tmp_path: Path) -> None:
+    _, output, errors = load_plugins(cases, tmp_path, None)
+    assert json.loads(output.splitlines()[-1])[0] == STOCK, errors
     assert reports(tmp_path) == []
 
 
-def test_a_handoff_that_cannot_be_read_stops_vllm(tmp_path: Path) -> None:
-    done = load_plugins(tmp_path, '{"version": 99}')
-    assert done.returncode != 0
-    assert "handoff version 99 is not 1" in done.stderr
+def test_a_handoff_that_cannot_be_read_stops_vllm(cases: subprocess.Popen[str], tmp_path: Path) -> None:
+    code, _, errors = load_plugins(cases, tmp_path, '{"version": 99}')
+    assert code != 0
+    assert "handoff version 99 is not 1" in errors
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +155,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
     folder = site(tmp_path_factory.mktemp("vllm"))
     os.environ["PYTHONPATH"] = str(folder)
     try:
-        with Gang([2]) as ranks:
+        with Gang([2], load="vllm.distributed.parallel_state") as ranks:
             yield ranks
     finally:
         del os.environ["PYTHONPATH"]
@@ -270,6 +297,7 @@ def test_the_eager_fault_is_cured(gang: Gang) -> None:
 def store_and_load(rank: int, folder: str) -> list[Any]:
     """Compile, store and load as vLLM does. Has what was loaded the method that vLLM calls: stock, and cured?"""
     import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
     from vllm.compilation import caching
 
     from cpupp.rank.vllm_adapter import cure_compiled_loading
@@ -283,6 +311,8 @@ def store_and_load(rank: int, folder: str) -> list[Any]:
         with path.open("rb") as file:
             return torch.compiler.load_compiled_function(file, f_globals=model.__globals__)
 
+    # Headers compiled beforehand cost more than they save for one small kernel.
+    inductor.cpp_cache_precompile_headers = False
     with functorch.patch(bundled_autograd_cache=True), patch("torch._dynamo.config.enable_aot_compile", True):
         made = torch.compile(model, fullgraph=True).aot_compile(((torch.ones(3),), {}))
         made.save_compiled_function(str(path))
