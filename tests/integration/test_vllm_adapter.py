@@ -155,7 +155,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
     folder = site(tmp_path_factory.mktemp("vllm"))
     os.environ["PYTHONPATH"] = str(folder)
     try:
-        with Gang([2], load="vllm.distributed.parallel_state") as ranks:
+        with Gang([2], load="vllm.v1.worker.gpu_model_runner") as ranks:
             yield ranks
     finally:
         del os.environ["PYTHONPATH"]

@@ -83,6 +83,14 @@ def test_stopping_what_has_ended_is_no_error(state: Path) -> None:
     assert cpupp(state, "stop", "--all").stderr == "nothing to stop\n"
 
 
+def test_what_a_failed_run_keeps_on_its_hosts_is_fetched_by_stop_all(state: Path) -> None:
+    record = next(state.glob("cpupp/runs/*/run.json"))
+    record.write_text(record.read_text().replace('"detached": false', '"detached": true'))
+    done = cpupp(state, "stop", "--all")
+    assert done.returncode == 5  # its host was asked, and is not there
+    assert "nothing to stop" not in done.stderr
+
+
 def test_logs_are_lines_for_people(state: Path) -> None:
     assert cpupp(state, "logs").stdout == "[a 0] first line\n[a 0] second \\udcff line\n[a 0] last\n"
     assert cpupp(state, "logs", "-f", "--grep", "^last").stdout == "[a 0] last\n"
