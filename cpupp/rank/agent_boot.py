@@ -5,7 +5,6 @@ disk. Written for any Python 3, so that an old one is told what is wrong instead
 """
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 import types
@@ -14,8 +13,11 @@ PACKAGE = "cpupp_agent"
 OLDEST = (3, 8)
 
 
-class MemoryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and loads the modules of `cpupp_agent` from a dict of file name without suffix -> source text."""
+class MemoryFinder:
+    """Finds and loads the modules of `cpupp_agent` from a dict of file name without suffix -> source text.
+
+    Without the base classes of importlib.abc: that module imports thirty others.
+    """
 
     def __init__(self, sources: "dict[str, str]") -> None:
         self.sources = sources
@@ -27,7 +29,7 @@ class MemoryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         head, _, name = fullname.rpartition(".")
         if head != PACKAGE or name not in self.sources:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin=fullname)
+        return importlib.machinery.ModuleSpec(fullname, self, origin=fullname)  # type: ignore[arg-type]
 
     def create_module(self, spec: object) -> None:
         """Let Python make the module object."""

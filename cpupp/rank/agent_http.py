@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from typing import Any
 
 from .agent_request import RequestError
@@ -13,6 +11,9 @@ LONGEST_BODY = 16 << 20
 
 def http(request: dict[str, Any]) -> dict[str, Any]:
     """Make one HTTP request from this host, never through a proxy; any status is an answer."""
+    import urllib.error
+    import urllib.request  # with ssl and email: only the head is asked, and not before its API is there
+
     data = (request.get("body") or "").encode("utf-8", "surrogateescape") or None
     query = urllib.request.Request(
         request["url"], data=data, headers=request.get("headers") or {}, method=request.get("method", "GET")

@@ -115,15 +115,20 @@ class Keeper:
                 agent_proc.send_signal([self.agent_pid], signal.SIGKILL)
             self.agent_there = False
             self.stop(self.grace_s)
-        if now >= self.next_tick:
-            self.next_tick = now + TICK_S
-            self.look()
-            self.tell_living()
         if self.births in ready:
             agent_shm_watch.drain(self.births)
             self.scan_every, self.next_scan = TICK_S, now
+        if now >= min(self.next_tick, self.next_scan):
+            self.watch(now, agent_proc.process_table())
+
+    def watch(self, now: float, table: dict[int, agent_proc.Proc]) -> None:
+        """Look at the node's processes, and at their shared memory, where it is time."""
+        if now >= self.next_tick:
+            self.next_tick = now + TICK_S
+            self.look(table)
+            self.tell_living()
         if now >= self.next_scan:
-            self.scan()
+            self.scan(table)
             self.next_scan = time.monotonic() + self.scan_every
 
     def read_orders(self) -> None:
@@ -175,9 +180,10 @@ class Keeper:
         killing = False
         while self.reap():
             grace_s = min(grace_s, grace_s if self.stop_grace is None else self.stop_grace)
-            below = agent_proc.descendants([os.getpid()], agent_proc.process_table())
+            table = agent_proc.process_table()
+            below = agent_proc.descendants([os.getpid()], table)
             if not told or (not killing and time.monotonic() - started > grace_s):
-                self.scan()
+                self.scan(table)
             if time.monotonic() - started > grace_s:
                 killing = True
                 agent_proc.send_signal(below, signal.SIGKILL)
@@ -187,9 +193,8 @@ class Keeper:
                 told |= below
             self.wait(0.02 if killing else 0.1)
 
-    def look(self) -> None:
+    def look(self, table: dict[int, agent_proc.Proc]) -> None:
         """Tell which processes of the node ended since the last look: vLLM does not watch all of its own."""
-        table = agent_proc.process_table()
         for pid, start in list(self.living.items()):
             process = table.get(pid)
             if process is not None and process.start == start and not process.ended:
@@ -212,9 +217,9 @@ class Keeper:
         if self.main_pid and self.stop_grace is None:
             self.tell({"died": pid, "code": code})
 
-    def scan(self) -> None:
+    def scan(self, table: dict[int, agent_proc.Proc]) -> None:
         """Record which segments the node's processes use, so that they can be removed when it is gone."""
-        below = agent_proc.descendants([os.getpid()], agent_proc.process_table())
+        below = agent_proc.descendants([os.getpid()], table)
         try:
             device = os.stat(agent_proc.SHM).st_dev
         except OSError:

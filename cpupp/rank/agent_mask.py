@@ -7,7 +7,6 @@ Values below `SHORTEST` characters are not hidden: they would tear ordinary word
 from __future__ import annotations
 
 import json
-import urllib.parse
 from typing import Any, Iterable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Iterable
 
 SHOWN = "<secret>"
@@ -163,6 +162,8 @@ class FileMask:
 
 
 def _forms(value: str) -> set[str]:
+    from urllib.parse import quote  # imports much, and few runs have secrets
+
     parts = {value, *value.splitlines()}
     written = {
         form
@@ -173,7 +174,7 @@ def _forms(value: str) -> set[str]:
             json.dumps(part)[1:-1],
             json.dumps(part, ensure_ascii=False)[1:-1],
             repr(part)[1:-1],
-            urllib.parse.quote(part, safe="", errors="surrogateescape"),
+            quote(part, safe="", errors="surrogateescape"),
         )
     }
     return {form for form in written if len(form) >= SHORTEST}

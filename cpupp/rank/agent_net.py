@@ -194,11 +194,9 @@ def free_ports(count: int, limits: tuple[int, int] = FREE_PORT_RANGE) -> list[in
     """
     low, high = _ephemeral_range()
     candidates = [port for port in range(*limits) if not low <= port <= high]
-    random.shuffle(candidates)
     found: list[int] = []
-    for port in candidates:
-        if len(found) >= count:
-            break
+    while candidates and len(found) < count:
+        port = candidates.pop(random.randrange(len(candidates)))
         if not port_is_free(port):
             found.append(port)
     return sorted(found)

@@ -62,6 +62,8 @@ class Node:
         self.hurry = threading.Event()  # set when output may be left behind
         self.gone = threading.Event()  # nothing of the node runs any more
         self.drained = threading.Event()  # and all its events were queued
+        self.listen = listen
+        self.deaf = False  # its keeper does not answer any more
         self._detach: list[str] | None = None
         self._detached = threading.Event()
         self._statuses: collections.deque[dict[str, Any]] = collections.deque()
@@ -108,12 +110,19 @@ class Node:
         return self.main_pid
 
     def tick(self, silence_s: float) -> None:
-        """Tell the keeper that the agent lives; kill a keeper that is stopped, or has said nothing for `silence_s`."""
+        """Tell the keeper that the agent lives; end a keeper that is stopped, or has said nothing for `silence_s`."""
         if self.gone.is_set() or self.keeper is None:
             return
         self._order(b"")
         now = time.monotonic()
-        if now - self.heard > silence_s or self.halts.look(self.keeper.pid, now):
+        if now - self.heard <= silence_s and not self.halts.look(self.keeper.pid, now):
+            return
+        self.deaf = True
+        if self._detached.is_set():
+            # As long as the ranks live they can tell the other hosts; the end that follows kills the keeper.
+            words = f"the keeper of vLLM node {self.number} is stopped or does not answer"
+            self.listen({"event": "keeper_lost", "node": self.number, "message": words})
+        else:
             self.kill_keeper()
 
     @property
@@ -131,6 +140,8 @@ class Node:
         """Order the keeper to end the node. Returns at once; `gone` is set when nothing is left."""
         self.stopped = True
         self._order(json.dumps({"stop": grace_s}).encode())
+        if self.deaf:
+            self.kill_keeper()
 
     def kill_keeper(self) -> None:
         """KILL the keeper; the watching thread then ends what the keeper held."""

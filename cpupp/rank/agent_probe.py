@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import platform
 import pwd
 import re
 import resource
-import secrets
 import socket
 import sys
 from typing import TYPE_CHECKING, Any
@@ -108,8 +106,8 @@ def host_facts(request: dict[str, Any], nonces: Nonces, children: Children) -> d
         "boot_id": agent_site.boot_id(),
         "user": _user(),
         "uid": os.getuid(),
-        "arch": platform.machine(),
-        "kernel": platform.release(),
+        "arch": os.uname().machine,
+        "kernel": os.uname().release,
         "isa": isa_flags(),
         "python3": ".".join(str(part) for part in sys.version_info[:3]),
         "shm": shm_facts(),
@@ -164,7 +162,7 @@ def shm_facts() -> dict[str, Any]:
 
 def _can_create() -> bool:
     # Mode bits do not know about read-only mounts and full disks.
-    path = f"{agent_proc.SHM}/cpupp-nonce-try-{secrets.token_hex(8)}"
+    path = f"{agent_proc.SHM}/cpupp-nonce-try-{os.urandom(8).hex()}"
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         os.unlink(path)

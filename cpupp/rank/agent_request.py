@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import traceback
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  # Python 3.8 cannot subscript collections.abc.Callable
 
 from .agent_mask import MASK
@@ -61,6 +60,8 @@ class Requests:
             message = f"{request['op']}: {type(error).__name__}: {error}"
             reply = {"id": number, "ok": False, "error": {"code": "AGENT-REQUEST", "message": MASK.text(message)}}
         except Exception as error:
+            import traceback
+
             trace = traceback.format_exc(limit=-3)
             message = f"{request['op']}: {type(error).__name__}: {error}\n{trace}"
             reply = {"id": number, "ok": False, "error": {"code": "AGENT-FAILED", "message": MASK.text(message)}}

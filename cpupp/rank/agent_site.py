@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import shutil
 import socket
 import stat
@@ -81,7 +80,7 @@ def make_site(
 
 def _make_in(base: str, host: str, record: dict[str, Any], files: dict[str, str]) -> tuple[str, int]:
     # A home may be shared by all hosts, and hosts may share a name: only chance keeps the folders apart.
-    site = os.path.join(base, f"{host[:10]}-{secrets.token_hex(5)}")
+    site = os.path.join(base, f"{host[:10]}-{os.urandom(5).hex()}")
     if len(os.fsencode(site)) > LONGEST_SITE:
         raise SiteError(f"the path is longer than {LONGEST_SITE} bytes, too long for sockets")
     _own_folder(base)

@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=32)
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--lanes", type=int, default=3, help="pairs of hosts side by side")
     options = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="cpupp-reliability-", dir="/var/tmp") as name:
@@ -42,9 +43,9 @@ def main() -> int:
         for part in options.parts or PARTS:
             began = time.monotonic()
             if part == "matrix":
-                lines, broken = run_matrix(folder / part, options.only)
+                lines, broken = run_matrix(folder / part, options.only, options.lanes)
             elif part == "cycles":
-                lines, broken = run_cycles(folder / part, options.count, options.seed)
+                lines, broken = run_cycles(folder / part, options.count, options.seed, options.lanes)
             elif part == "many":
                 lines, broken = run_many(folder / part, options.hosts)
             else:

@@ -18,16 +18,15 @@ from tests.testbed.bed import hosts
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 LATEST_S = 12.0  # of the random moment: some runs are ready by then
-NUM_LANES = 3
 NUM_RESTARTS = 12
 
 
-def run_cycles(folder: Path, count: int, seed: int) -> tuple[list[str], int]:
+def run_cycles(folder: Path, count: int, seed: int, num_lanes: int) -> tuple[list[str], int]:
     """Do `count` cycles on pairs of hosts, and restarts in one launcher; return what to write, how many are wrong."""
     chance = random.Random(seed)
     plans = [(number, chance.choice(STOPS), chance.uniform(0.0, LATEST_S)) for number in range(count)]
     free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
-    with hosts(2 * NUM_LANES) as bed:
+    with hosts(2 * num_lanes) as bed:
         lanes = make_lanes(folder, bed)
         for lane in lanes:
             free.put(lane)
@@ -39,7 +38,7 @@ def run_cycles(folder: Path, count: int, seed: int) -> tuple[list[str], int]:
             finally:
                 free.put(lane)
 
-        with ThreadPoolExecutor(NUM_LANES) as pool:
+        with ThreadPoolExecutor(num_lanes) as pool:
             done = list(pool.map(one, plans))
         descriptors, threads = _restarts(folder / "restarts", lanes[0])
     wrong = [problems for problems, _, _ in done if problems]

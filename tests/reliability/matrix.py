@@ -10,7 +10,6 @@ from tests.integration.fault_cases import FAULTS, cut, drop, mend
 from tests.integration.faults import LEASH_S, Fault, Outcome, make_lanes, play_all, send, signal_launcher
 from tests.testbed.bed import HostOptions, hosts
 
-NUM_LANES = 4
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGSTOP": signal.SIGSTOP}
 CODES = {
     "agent": "HOST-LOST",
@@ -79,7 +78,7 @@ def _links() -> Iterator[Fault]:
                 )
 
 
-def run_matrix(folder: Path, only: Sequence[str]) -> tuple[list[str], int]:
+def run_matrix(folder: Path, only: Sequence[str], num_lanes: int) -> tuple[list[str], int]:
     """Play the matrix (or the faults whose names contain one of `only`); return table lines and how many went wrong."""
     faults = [fault for fault in whole_matrix() if not only or any(word in fault.name for word in only)]
     done: list[str] = []
@@ -89,7 +88,7 @@ def run_matrix(folder: Path, only: Sequence[str]) -> tuple[list[str], int]:
         state = "ok" if not outcome.wrong else "WRONG: " + "\n".join(outcome.wrong)
         print(f"{len(done)}/{len(faults)} {fault.name}: down after {outcome.down_s:.1f} s: {state}", flush=True)
 
-    with hosts(2 * NUM_LANES, every=HostOptions(shm_size="16m")) as bed:
+    with hosts(2 * num_lanes, every=HostOptions(shm_size="16m")) as bed:
         outcomes = play_all(faults, make_lanes(folder, bed), folder / "runs", tell)
     lines = ["| fault | down after | bound | exit | first failure | |", "| --- | --- | --- | --- | --- | --- |"]
     lines += [_row(fault, outcomes[fault.name]) for fault in faults]
