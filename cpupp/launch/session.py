@@ -18,6 +18,7 @@ from cpupp.errors import CpuppError, CpuppErrors, ExitCode
 from cpupp.launch.bundle import agent_payload
 from cpupp.launch.transport import Connection, ConnectionLostError, LocalTransport, Transport
 from cpupp.plan.cluster import ClusterSpec, HostSpec
+from cpupp.plan.failures import exit_text
 
 PROTOCOL = 1
 MARK = b"@cpupp "
@@ -252,6 +253,8 @@ class AgentSession:
         assert self._connection is not None
         status = self._connection.exit_status(1.0)
         words = _quoted(self._connection.last_words())
+        if status is not None and status < 0:
+            return f"the agent was {exit_text(status)}{words}"
         return f"the agent ended{'' if status is None else f' with exit status {status}'}{words}"
 
     def _take(self, line: bytes) -> None:

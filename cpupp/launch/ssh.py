@@ -17,6 +17,7 @@ from cpupp.launch.ssh_network import CONNECT_TIMEOUT_S, AcceptNew, Lease, SshNet
 from cpupp.launch.transport import STDERR_KEPT, Connection, ConnectionLostError
 
 OPEN_TIMEOUT_S = 15.0  # for the agent's channel, once we are logged in
+UNKNOWN_STATUS = -1  # paramiko's word for none
 
 
 class SshTransport:
@@ -113,11 +114,11 @@ class SshConnection:
                 raise ConnectionLostError(f"the SSH connection is closed ({error})") from None
 
     def exit_status(self, timeout_s: float) -> int | None:
-        """Return the remote command's exit status, None when the server sent none in time."""
+        """Return the remote command's exit status (negative: signal), None when the server sent none in time."""
         if not self._channel.status_event.wait(timeout_s):
             return None
         status = self._channel.exit_status
-        return None if status < 0 else status
+        return None if status == UNKNOWN_STATUS else status
 
     def last_words(self) -> str:
         """Return the end of the remote side's stderr."""

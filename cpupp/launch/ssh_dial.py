@@ -9,9 +9,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from typing import IO
+from collections.abc import Callable
+from typing import IO, Any, ClassVar
 
 import paramiko
+from paramiko.common import MSG_CHANNEL_REQUEST
 
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.host_key import known_keys
@@ -20,6 +22,7 @@ from cpupp.launch.ssh_config import SshTarget
 
 FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 PROXY_WORDS = 2000  # bytes of a proxy command's stderr for messages
+_PLAIN: dict[int, Callable[[Any, Any], None]] = paramiko.Transport._channel_handler_table  # type: ignore[attr-defined]
 
 
 class Deadline:
@@ -38,9 +41,26 @@ class Deadline:
         self._end += seconds
 
 
+def _take_request(channel: paramiko.Channel, message: paramiko.Message) -> None:
+    """Take `exit-signal` (RFC 4254, 6.10), which paramiko drops, as a negative exit status; leave the rest to it."""
+    begin = message.packet.tell()
+    if message.get_text() != "exit-signal":
+        message.packet.seek(begin)
+        _PLAIN[MSG_CHANNEL_REQUEST](channel, message)
+        return
+    message.get_boolean()
+    with contextlib.suppress(KeyError):  # a signal that only the other system has
+        channel.exit_status = -signal.Signals[f"SIG{message.get_text()}"].value
+    channel.status_event.set()
+
+
 class HostTransport(paramiko.Transport):
     """A transport that asks for exactly these kinds of host key; paramiko puts all certificates last."""
 
+    _channel_handler_table: ClassVar[dict[int, Callable[[Any, Any], None]]] = {
+        **_PLAIN,
+        MSG_CHANNEL_REQUEST: _take_request,
+    }
     host_algorithms: tuple[str, ...] = ()
 
     @property

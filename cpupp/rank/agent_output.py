@@ -87,6 +87,7 @@ class Output:
         self.listen = listen
         self.store: agent_logs.LogStore | None = None
         self.patterns: list[re.Pattern[bytes]] = []
+        self._kept_from = 0  # the first byte that a detached run's store has
         self._report = b""
         self._line = b""
         self._mask = agent_mask.FileMask(agent_mask.MASK)
@@ -94,7 +95,7 @@ class Output:
     @property
     def begin(self) -> int:
         """The first byte of the log that this host still has."""
-        return 0 if self.log.punched < PUNCH_EVERY else self.log.punched
+        return self.log.punched if self.store is None else self._kept_from
 
     @property
     def poll_s(self) -> float:
@@ -106,7 +107,7 @@ class Output:
         raw = agent_logs.raw_path(self.path)
         os.rename(self.path, raw)  # the ranks go on writing to it
         self.log.path = raw
-        self.log.offset = self.log.punched
+        self.log.offset = self._kept_from = self.log.punched
         self._mask = agent_mask.FileMask(agent_mask.MASK)
         self.patterns = [re.compile(pattern.encode()) for pattern in patterns]
         self.store = agent_logs.LogStore(self.path, self.log.offset)

@@ -86,13 +86,13 @@ def ssh_hosts(bed: Sequence[Host], slots: Sequence[int] | None = None) -> list[d
 class Run:
     """A `cpupp launch` that is under way, or has ended."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], folder: Path, inside: Sequence[str] = ()) -> None:
         self.folder = folder
         self.stdout_path, self.stderr_path = folder / "stdout", folder / "stderr"
         self.state = folder / "state"
         with self.stdout_path.open("wb") as out, self.stderr_path.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "cpupp", *argv],
+                [*inside, sys.executable, "-m", "cpupp", *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -158,11 +158,13 @@ def launched(folder: Path, bed: Bed | None, cluster: Path, *options: str) -> Ite
             run.stop()
 
 
-def launch(folder: Path, bed: Bed | None, cluster: Path, *options: str, verb: str = "launch") -> Run:
-    """Start `cpupp <verb> CLUSTER OPTIONS` from a home that knows the bed."""
+def launch(
+    folder: Path, bed: Bed | None, cluster: Path, *options: str, verb: str = "launch", inside: Sequence[str] = ()
+) -> Run:
+    """Start `cpupp <verb> CLUSTER OPTIONS` from a home that knows the bed. inside: the command that enters a host."""
     folder.mkdir(parents=True, exist_ok=True)
     env = dict(os.environ) if bed is None else bed.env
-    return Run([verb, str(cluster), *options], env, folder)
+    return Run([verb, str(cluster), *options], env, folder, inside)
 
 
 def greedy(address: str, prompt: str, *, port: int = PORT, model: str = "m", num_tokens: int = NUM_TOKENS) -> list[int]:

@@ -82,7 +82,14 @@ KILL, STOP, SEGV = signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV
 FAULTS = [
     # Killed
     Fault(name="kill-launcher", strike=signal_launcher(KILL), exit_code=-KILL),
-    Fault(name="kill-agent-follower", strike=send("agent", 1, KILL), host=1, code="HOST-LOST", ranks=[1]),
+    Fault(
+        name="kill-agent-follower",
+        strike=send("agent", 1, KILL),
+        host=1,
+        code="HOST-LOST",
+        ranks=[1],
+        words="the agent was killed by SIGKILL",
+    ),
     Fault(name="kill-agent-head-starting", at="starting", strike=send("agent", 0, KILL), host=0, code="HOST-LOST"),
     Fault(name="kill-keeper-follower", strike=send("keeper", 1, KILL), host=1, code="KEEPER-LOST", ranks=[1]),
     Fault(

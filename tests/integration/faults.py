@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,15 +42,16 @@ class Lane:
     port: int = 8000
 
 
-Strike = Callable[[Run, Lane], None]
+Strike = Callable[[Run, Lane], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """What is done, when, and what must come of it.
 
-    strike(run, lane): break something. at: `spawned`, `starting` (all processes are there, the weights are being
-    loaded), `serving`, or `detached` (serving, and the launcher has left). scripts: FAKE_VLLM of each host.
+    strike(run, lane): break something; return the (monotonic) time from which to count, None for that of the call.
+    at: `spawned`, `starting` (all processes are there, the weights are being loaded), `serving`, or `detached`
+    (serving, and the launcher has left). scripts: FAKE_VLLM of each host.
     host, code, ranks: of the first failure (None: any, or no failure); code may list several: `A|B`.
     """
 
@@ -65,6 +68,7 @@ class Fault:
     bound_s: float = DOWN_S
     repair: Strike | None = None  # undo it once the hosts are quiet: what cuts launcher and hosts
     state_size: str = ""  # the launcher's record is on a file system of that size
+    launcher_host: bool = False  # the launcher is on the last host of the bed, which is in no lane
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,9 +89,15 @@ def make_lanes(folder: Path, hosts: Sequence[Host], layers: int = 8) -> list[Lan
 
 
 def start(
-    folder: Path, lane: Lane, scripts: Sequence[dict[str, Any]], *options: str, state_size: str = "", **changes: Any
+    folder: Path,
+    lane: Lane,
+    scripts: Sequence[dict[str, Any]],
+    *options: str,
+    state_size: str = "",
+    launcher: Host | None = None,
+    **changes: Any,
 ) -> Run:
-    """Launch the lane's run; every host follows its own script. state_size: see Fault."""
+    """Launch the lane's run; every host follows its own script. state_size: see Fault; launcher: where it runs."""
     hosts = [
         {**entry, "engine": {"env": fake(**script)}}
         for entry, script in zip(ssh_hosts(lane.hosts), scripts, strict=True)
@@ -99,7 +109,8 @@ def start(
     engine = {"python": lane.python}
     serve = {"port": lane.port}
     cluster = write_cluster(folder / "cluster.yaml", lane.model, hosts, engine=engine, serve=serve, **changes)
-    return launch(folder, lane.hosts[0].bed, cluster, *options)
+    inside = [] if launcher is None else launcher.inside(ROOT)
+    return launch(folder, lane.hosts[0].bed, cluster, *options, inside=inside)
 
 
 def pid_of(run: Run, node_rank: int, role: str) -> int:
@@ -159,7 +170,9 @@ def play(fault: Fault, lane: Lane, folder: Path) -> Outcome:
     outcome = Outcome()
     loading = {"hang": "load"} if fault.at == "starting" else {}
     options = [*fault.options, *(["--detach"] if fault.at == "detached" else [])]
-    run = start(folder, lane, [{**loading, **s} for s in fault.scripts], *options, state_size=fault.state_size)
+    scripts = [{**loading, **script} for script in fault.scripts]
+    launcher = lane.hosts[0].bed[-1] if fault.launcher_host else None
+    run = start(folder, lane, scripts, *options, state_size=fault.state_size, launcher=launcher)
     try:
         if fault.at == "starting":
             wait_joined(run)
@@ -168,7 +181,7 @@ def play(fault: Fault, lane: Lane, folder: Path) -> Outcome:
         elif fault.at == "detached":
             assert run.wait(READY_S) == 0, run.stderr[-3000:]
         struck = time.monotonic()
-        fault.strike(run, lane)
+        struck = fault.strike(run, lane) or struck
         if fault.repair is not None:
             outcome.wrong += left_on(lane.hosts, fault.bound_s, besides="sshd:")  # which waits for its client
             outcome.down_s = time.monotonic() - struck
@@ -188,6 +201,8 @@ def play(fault: Fault, lane: Lane, folder: Path) -> Outcome:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGCONT)
             run.stop(signal.SIGINT)
+        if fault.at == "detached" and outcome.wrong:
+            cpupp(run, lane, "stop")  # or the lane's next run meets it
         if fault.state_size:
             network.call("umount", str(run.state))
     if outcome.wrong:
@@ -206,7 +221,13 @@ def play_all(
     for lane in lanes:
         free.put(lane)
 
+    one_launcher = threading.Lock()
+
     def one(fault: Fault) -> Outcome:
+        with one_launcher if fault.launcher_host else contextlib.nullcontext():
+            return on_free_lane(fault)
+
+    def on_free_lane(fault: Fault) -> Outcome:
         lane = free.get()
         try:
             outcome = play(fault, lane, folder / fault.name)
@@ -262,9 +283,9 @@ def first_of_detached(run: Run, lane: Lane) -> dict[str, Any]:
         cpupp(run, lane, "stop")
 
 
-def cpupp(run: Run, lane: Lane, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run another verb where the run was launched from."""
-    env = {**lane.hosts[0].bed.env, "XDG_STATE_HOME": str(run.state)}
+def cpupp(run: Run, lane: Lane, *argv: str, state: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run another verb where the run was launched from, or, with a `state` folder of its own, where nobody knows it."""
+    env = {**lane.hosts[0].bed.env, "XDG_STATE_HOME": str(state or run.state)}
     command = [sys.executable, "-m", "cpupp", *argv]
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 

@@ -10,6 +10,7 @@ python -m tests.reliability                             # all of it
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--lanes", type=int, default=3, help="pairs of hosts side by side")
     options = parser.parse_args()
+    _compile_once()
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="cpupp-reliability-", dir="/var/tmp") as name:
         folder = Path(name)
@@ -55,6 +57,11 @@ def main() -> int:
             if not options.only:
                 write_part(part, lines)
     return int(wrong > 0)
+
+
+def _compile_once() -> None:
+    """Let Python keep compiled modules, as it does where cpupp is installed: hundreds of processes import them."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def write_part(part: str, lines: list[str]) -> None:

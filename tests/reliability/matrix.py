@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tests.integration.fault_cases import FAULTS, cut, drop, mend
 from tests.integration.faults import LEASH_S, Fault, Outcome, make_lanes, play_all, send, signal_launcher
+from tests.reliability.alone import ALONE
+from tests.reliability.away import AWAY
 from tests.testbed.bed import HostOptions, hosts
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGSTOP": signal.SIGSTOP}
@@ -23,7 +25,9 @@ WHEN = ("starting", "serving", "detached")
 
 def whole_matrix() -> list[Fault]:
     """The short part, and every process on every host at every time."""
-    faults = {fault.name: fault for fault in [*FAULTS, *_signals(), *_launchers(), *_links()]}
+    faults = {
+        fault.name: fault for fault in [*FAULTS, *AWAY, *ALONE, *_signals(), *_sessions(), *_launchers(), *_links()]
+    }
     return list(faults.values())
 
 
@@ -42,6 +46,14 @@ def _signals() -> Iterator[Fault]:
                         code=_detached(wanted) if detached else wanted,
                         exit_code=0 if detached else 1,
                     )
+
+
+def _sessions() -> Iterator[Fault]:
+    for when in ("starting", "serving"):
+        for index, host in enumerate(("head", "follower")):
+            strike = send("session", index, signal.SIGKILL)
+            name = f"{when}: SIGKILL of sshd's session on {host}"
+            yield Fault(name=name, at=when, strike=strike, host=index, code="HOST-LOST")
 
 
 def _detached(code: str) -> str:
@@ -88,7 +100,7 @@ def run_matrix(folder: Path, only: Sequence[str], num_lanes: int) -> tuple[list[
         state = "ok" if not outcome.wrong else "WRONG: " + "\n".join(outcome.wrong)
         print(f"{len(done)}/{len(faults)} {fault.name}: down after {outcome.down_s:.1f} s: {state}", flush=True)
 
-    with hosts(2 * num_lanes, every=HostOptions(shm_size="16m")) as bed:
+    with hosts(2 * num_lanes + 1, every=HostOptions(shm_size="16m")) as bed:
         outcomes = play_all(faults, make_lanes(folder, bed), folder / "runs", tell)
     lines = ["| fault | down after | bound | exit | first failure | |", "| --- | --- | --- | --- | --- | --- |"]
     lines += [_row(fault, outcomes[fault.name]) for fault in faults]

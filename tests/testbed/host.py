@@ -172,6 +172,19 @@ class Host:
         self._sshd.terminate()
         self._sshd.wait(START_TIMEOUT_S)
 
+    def kill_sshd(self) -> None:
+        """SIGKILL the sshd that listens."""
+        assert self._sshd is not None
+        self._sshd.kill()
+        self._sshd.wait(START_TIMEOUT_S)
+
+    def revive(self) -> None:
+        """Undo `kill_sshd`, and `crash`: the host is back, with nothing running on it."""
+        self.link.up()
+        (self.folder / "sshd.log").rename(self.folder / "sshd.old.log")
+        self.start_sshd()
+        self.wait_for_sshd()
+
     def restart_sshd(self) -> None:
         """Let sshd read its configuration again: a new one, in the place of the old."""
         self.stop_sshd()
@@ -295,6 +308,10 @@ class Host:
             return str(Path(f"/proc/{pid}/ns/mnt").readlink()) == self.mount_namespace
         except OSError:
             return False
+
+    def inside(self, cwd: Path | str) -> list[str]:
+        """What a command line begins with that shall run on this host, in `cwd`; its pid is that of the command."""
+        return [*self._enter(), "env", f"--chdir={cwd}"]
 
     def _enter(self) -> list[str]:
         return ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--ipc", "--"]

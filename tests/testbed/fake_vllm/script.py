@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "exception": None,  # phase at which a worker tells of an exception and lives on
     "burst_mb": 0,  # written to stderr at once, by the process that reaches burst_at
     "burst_at": "load",
+    "burst_after_s": 0.0,  # or so long after the join, by each worker
     "grandchild": False,  # each worker leaves a process in a session of its own that keeps stdout and ignores SIGTERM
     "ignore_term": False,  # all processes
     "print_env": False,  # main writes its environment into the log, one `env NAME=VALUE` line each
@@ -72,7 +73,7 @@ class Script:
     def reach(self, phase: str) -> None:
         """Do what the script has for this phase; may not return."""
         time.sleep(float(self.delays.get(phase, 0.0)))
-        if phase == self.burst_at and self.burst_mb:
+        if phase == self.burst_at and self.burst_mb and not self.burst_after_s:
             self._burst()
         if self.hang == phase:
             self.say(f"hangs at {phase}")
@@ -99,6 +100,8 @@ class Script:
 
     def talk(self) -> None:
         """Begin with the numbered log lines, if there are to be any."""
+        if self.burst_after_s:
+            threading.Timer(float(self.burst_after_s), self._burst).start()
         if self.lines_per_s:
             threading.Thread(target=self._talk, daemon=True).start()
 
