@@ -21,29 +21,23 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import (
-    agent_ask_vllm,
-    agent_find,
-    agent_firewall,
-    agent_health,
-    agent_leftovers,
-    agent_net,
-    agent_pairs,
-    agent_probe,
-    agent_proc,
-    agent_runs,
-    agent_site,
-)
+from . import agent_net, agent_probe, agent_proc, agent_runs, agent_site
 from .agent_attempt import COPY_S, GRACE_S, KILL_S, Attempt
 from .agent_children import Children
-from .agent_doors import Doors
 from .agent_http import http
 from .agent_outbox import Outbox
 from .agent_request import Requests
 
+if TYPE_CHECKING:
+    from .agent_rare import Rare
+
 PROTOCOL = 1
+RARE = (  # operations that no launch needs, of agent_rare
+    *("find", "clock", "health", "ask_vllm", "clean"),
+    *("doors_open", "doors_close", "pairs_reach", "pairs_measure"),
+)
 LEASH_S = 20.0
 DRAIN_S = 2.0  # how long a stop waits for the launcher to read the last output
 WORD_S = 1.0  # how long the ranks get to tell the other hosts of a failure here
@@ -64,7 +58,8 @@ class Agent:
         self.inbox: queue.SimpleQueue[bytes | End] = queue.SimpleQueue()
         self.children = Children()
         self.nonces = agent_probe.Nonces()
-        self.doors = Doors()
+        self.rare: Rare | None = None
+        self.rare_lock = threading.Lock()
         self.attempt = Attempt(self.outbox, self.children, sources, lambda reason: self.inbox.put(End(reason)))
         self.leash_s = self.attempt.leash_s = LEASH_S
         self.grace_s = GRACE_S
@@ -75,18 +70,9 @@ class Agent:
                 "ping": lambda request: {},
                 "configure": self.configure,
                 "probe": lambda request: agent_probe.host_facts(request, self.nonces, self.children),
-                "find": agent_find.find_things,
-                "clock": agent_health.clock,
-                "health": lambda request: agent_health.health_facts(request, self.children),
-                "ask_vllm": lambda request: agent_ask_vllm.ask_vllm(request, self.children),
-                "clean": lambda request: agent_leftovers.clean(time.time()),
                 "shm_read": lambda request: agent_probe.read_nonces(request["names"], request["values"]),
                 "shm_clear": lambda request: self.nonces.clear(),
                 "routes": lambda request: agent_net.routes(request["targets"]),
-                "doors_open": lambda request: {**self.doors.open(request), "firewall": agent_firewall.firewall()},
-                "doors_close": lambda request: self.doors.close(),
-                "pairs_reach": agent_pairs.reach,
-                "pairs_measure": agent_pairs.measure,
                 "bind_check": lambda request: agent_net.check_ports(request["ports"], request.get("address", "")),
                 "prepare": attempt.prepare,
                 "start": attempt.start,
@@ -98,6 +84,7 @@ class Agent:
                 "run_stop": self.run_stop,
                 "run_log": agent_runs.run_log,
                 "run_forget": agent_runs.run_forget,
+                **dict.fromkeys(RARE, self.rarely),
             },
         )
 
@@ -152,6 +139,15 @@ class Agent:
         self.leash_s = self.attempt.leash_s = float(request.get("leash_s", self.leash_s))
         self.grace_s = self.attempt.grace_s = float(request.get("grace_s", self.grace_s))
         return {"leash_s": self.leash_s, "grace_s": self.grace_s}
+
+    def rarely(self, request: dict[str, Any]) -> Any:
+        """Do an operation that no launch needs; their modules are compiled at the first one."""
+        with self.rare_lock:
+            if self.rare is None:
+                from .agent_rare import Rare
+
+                self.rare = Rare(self.children)
+        return self.rare.operations[request["op"]](request)
 
     def run_stop(self, request: dict[str, Any]) -> dict[str, Any]:
         """End a run on this host, this agent's own or another's."""
