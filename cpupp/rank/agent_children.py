@@ -47,6 +47,8 @@ class Children:
     def kill_orphans(self, deadline_s: float) -> tuple[dict[int, int], set[int], set[tuple[int, int]]]:
         """KILL what dead keepers left to the agent. Returns exit codes, survivors, and the segments they used."""
         with self._lock:
+            if not self._pids and agent_proc.no_child():  # as while a host is probed: no need to read all of /proc
+                return {}, set(), set()
             spare = set(self._pids)
             table = agent_proc.process_table()
             orphans = {pid for pid, process in table.items() if process.ppid == os.getpid() and pid not in spare}

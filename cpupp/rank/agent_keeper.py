@@ -48,6 +48,7 @@ class Keeper:
         self.strangers = set(agent_proc.shm_files(owned_only=False).values())
         self.segments: set[tuple[int, int]] = set()
         self.living: dict[int, int] = {}  # pid -> start time of the node's processes but the main one
+        self.others = agent_proc.Strangers()
         self.halts = HaltWatch()
         self.scan_every = TICK_S
         self.next_scan = 0.0
@@ -119,7 +120,7 @@ class Keeper:
             agent_shm_watch.drain(self.births)
             self.scan_every, self.next_scan = TICK_S, now
         if now >= min(self.next_tick, self.next_scan):
-            self.watch(now, agent_proc.process_table())
+            self.watch(now, self.others.table(now))
 
     def watch(self, now: float, table: dict[int, agent_proc.Proc]) -> None:
         """Look at the node's processes, and at their shared memory, where it is time."""

@@ -12,10 +12,11 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
 SHM = "/dev/shm"
 PR_SET_CHILD_SUBREAPER = 36
+STRANGERS_S = 30.0
 
 
 class Proc(NamedTuple):
@@ -66,11 +67,11 @@ def name_of(pid: int) -> str:
         return ""
 
 
-def process_table() -> dict[int, Proc]:
-    """Return every process that this user can see, by pid."""
+def process_table(skip: Container[int] = ()) -> dict[int, Proc]:
+    """Return every process that this user can see, by pid, except those in `skip`."""
     table: dict[int, Proc] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit():
+        if name.isdigit() and int(name) not in skip:
             process = read_process(int(name))
             if process is not None:
                 table[int(name)] = process
@@ -90,6 +91,38 @@ def descendants(roots: Iterable[int], table: dict[int, Proc]) -> set[int]:
                 found.add(pid)
                 todo.append(pid)
     return found
+
+
+class Strangers:
+    """Processes known not to be below this one: a look at the table need not read them again.
+
+    A process never comes below another than those of its own ancestors. Only a pid that is used again can mislead,
+    so all are forgotten every half minute.
+    """
+
+    def __init__(self) -> None:
+        self._pids: set[int] = set()
+        self._forget_at = 0.0
+
+    def table(self, now: float) -> dict[int, Proc]:
+        """Return the table of processes without strangers; complete as to what is below this process."""
+        if now >= self._forget_at:
+            self._pids.clear()
+            self._forget_at = now + STRANGERS_S
+        table = process_table(self._pids)
+        # Of a process whose parent is gone already, nothing can be said yet.
+        others = {pid: process for pid, process in table.items() if pid != os.getpid()}
+        self._pids |= descendants([0, *self._pids], others)
+        return table
+
+
+def no_child() -> bool:
+    """Whether this process has no child at all, zombies included. Costs nothing, and reaps nothing."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:

@@ -304,5 +304,5 @@ def _judge(fault: Fault, lane: Lane, run: Run, outcome: Outcome) -> None:
         found = outcome.first.get(name)
         if value is not None and found != value and not (isinstance(value, str) and found in value.split("|")):
             outcome.wrong.append(f"first failure: {name} is {outcome.first.get(name)!r}, not {value!r}")
-    if fault.words not in run.stderr:
+    if fault.words not in " ".join(run.stderr.split()):  # which is wrapped
         outcome.wrong.append(f"{fault.words!r} is not said")

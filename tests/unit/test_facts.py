@@ -218,6 +218,28 @@ def test_cgroup_limits_are_the_least_of_all_levels(tmp_path: Path, monkeypatch: 
     assert agent_probe.cpu_quota() == 0.5
 
 
+def test_strangers_are_read_once_and_orphans_are_not_strangers() -> None:
+    """In a process of its own, which adopts: the child of a child that has ended is no stranger."""
+    code = """
+import os, subprocess, sys, time
+from cpupp.rank import agent_proc
+agent_proc.become_subreaper()
+assert agent_proc.no_child()
+others = agent_proc.Strangers()
+assert 1 in others.table(1.0) and 1 not in others.table(2.0) and 1 in others.table(100.0)
+shell = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & exit"])
+shell.wait()
+assert not agent_proc.no_child()
+below = agent_proc.descendants([os.getpid()], others.table(101.0))
+assert len(below) == 1, below
+assert agent_proc.descendants([os.getpid()], others.table(102.0)) == below
+agent_proc.kill_below(os.getpid(), set(), 5.0)
+assert agent_proc.no_child()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 ASK = """
 import sys
 from cpupp.rank import agent_proc
