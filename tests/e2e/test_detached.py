@@ -33,7 +33,7 @@ from tests.testbed.models import ROOT, smollm2
 HIDDEN = 576
 BYTES_PER_TOKEN = 2 * HIDDEN * 2
 """A stage of a Llama sends hidden states and residual, bfloat16 both."""
-LONG = 480  # tokens of an answer that takes many seconds
+LONG = 480  # tokens of an answer that nobody waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ class Stream:
         self.tokens = 0
         self.error = ""
         self._address = address
+        self._closed = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -89,6 +90,11 @@ class Stream:
             assert self._thread.is_alive(), self.error
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+    def close(self) -> None:
+        """Hang up, as a client that has read enough."""
+        self._closed = True
+        assert self.ended(60)
 
     def ended(self, timeout: float) -> bool:
         """Whether it has ended, after at most that time."""
@@ -108,6 +114,8 @@ class Stream:
                     if line.startswith(b'data: {"error"'):
                         self.error = line.decode()
                     self.tokens += line.startswith(b"data: {")
+                    if self._closed:
+                        return
         except (OSError, HTTPException) as error:
             self.error = repr(error)
 
@@ -172,8 +180,8 @@ def another_machine_sees_ranks_load_and_logs(place: Place) -> None:
     lines = place.elsewhere("logs", str(place.cluster), "--rank", "1", "--grep", "Loading weights took").splitlines()
     assert lines, "vLLM says when it has loaded"
     assert all(line.startswith("[b 1] ") and "Loading weights took" in line for line in lines)
-    assert stream.ended(120)
-    assert (stream.error, stream.tokens) == ("", LONG)
+    stream.close()
+    assert stream.error == ""
 
 
 def the_loss_of_the_launchers_machine_changes_nothing(place: Place) -> None:
