@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -221,12 +222,12 @@ def _rank(
     if site is None or node is None:
         return _absent(place, state, answers.get(place.host))
     if not site.held:
-        return RankStatus(place=place, alive=False, doing=_how_it_ended(node))
+        return RankStatus(place=place, alive=False, doing=_how_it_ended(node, site))
     pid = node.ranks.get(place.rank)
     alive = node.alive and not (pid is not None and _gone(node, pid))
     age = _log_age(place, before.get(place.host), site)
     if not alive:
-        return RankStatus(place=place, alive=False, doing=_how_it_ended(node), pid=pid, log_age=age)
+        return RankStatus(place=place, alive=False, doing=_how_it_ended(node, site), pid=pid, log_age=age)
     process = node.processes.get(pid if pid is not None else node.main_pid)
     single = len(node.ranks) < 2
     return RankStatus(
@@ -259,9 +260,13 @@ def _absent(place: RankPlace, state: RunState, answer: HostAnswer | None) -> Ran
     )
 
 
-def _how_it_ended(node: NodeReport) -> str:
+def _how_it_ended(node: NodeReport, site: Site) -> str:
     if node.exit_code is None:
         return "died" if node.alive else "ended"
+    first = site.failure
+    ours = site.ended if first is None else (first.code, first.node) != ("RANK-SIGNAL", node.node)
+    if ours and node.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
+        return "taken down"
     return exit_text(node.exit_code) if node.exit_code else "exited"
 
 

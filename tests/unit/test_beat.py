@@ -47,21 +47,21 @@ def test_a_silent_node_is_lost_after_the_limit_and_named_again_while_it_lasts() 
     rounds = Rounds(1, 2)
     assert rounds.go(60) == []
     rounds.silent = {2}
-    assert rounds.go(13) == [
-        (SILENT_S, 2, "vLLM node 2 has not been heard of for 6.0 s"),
-        (2 * SILENT_S, 2, "vLLM node 2 has not been heard of for 12.0 s"),
+    assert rounds.go(10) == [
+        (SILENT_S, 2, "vLLM node 2 has not been heard of for 4.5 s"),
+        (2 * SILENT_S, 2, "vLLM node 2 has not been heard of for 9.0 s"),
     ]
     rounds.silent = set()
     assert rounds.go(5) == []
     rounds.silent = {2}
-    assert [seconds for seconds, _, _ in rounds.go(6)] == [SILENT_S]
+    assert [seconds for seconds, _, _ in rounds.go(5)] == [SILENT_S]
 
 
 def test_a_store_that_does_not_answer_is_the_only_loss() -> None:
     rounds = Rounds(1, 2)
     rounds.go(5)
     rounds.store = False
-    assert [(seconds, node) for seconds, node, _ in rounds.go(7)] == [(SILENT_S, STORE)]
+    assert [(seconds, node) for seconds, node, _ in rounds.go(5)] == [(SILENT_S, STORE)]
     rounds.store = True
     assert rounds.go(20) == []
 

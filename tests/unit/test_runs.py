@@ -110,6 +110,19 @@ def test_how_a_run_ended_on_a_host(seen: Any, result: Any, code: str | None) -> 
     assert (found.failure.code if found.failure else None) == code
 
 
+@pytest.mark.parametrize(
+    ("failure", "doing"),
+    [
+        (None, "taken down"),
+        ({"code": "RANK-DIED", "node": 0}, "taken down"),
+        ({"code": "RANK-SIGNAL", "node": 0}, "killed by SIGKILL: probably out of memory (see `dmesg` on that host)"),
+    ],
+)
+def test_what_the_agents_killed_is_no_sign_of_lost_memory(failure: Any, doing: str) -> None:
+    entry = changed(site("a", 0, held=False, ended=True), alive=False, exit_code=-9, failure=failure)
+    assert status(answers(entry, site("b", 1))).ranks[0].doing == doing
+
+
 def test_runs_that_only_the_hosts_know() -> None:
     sites = read_sites([site("a", 0), site("b", 1), site("a", 0, cluster="other", run="x")])
     (found,) = runs_found("pair", [], sites)
