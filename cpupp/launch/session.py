@@ -291,10 +291,12 @@ class AgentSession:
             pending, self._pending = self._pending, {}
         for future in pending.values():
             future.set_exception(self._lost_error("request"))
-        if self._connection is not None and not self._closing.is_set():
+        if self._closing.is_set():
+            return
+        # Told first: a connection whose packets are lost takes seconds to close, and the other hosts wait for the word.
+        self.on_event(self.host, {"event": "lost", "reason": reason})
+        if self._connection is not None:
             self._connection.close()  # a sender may be stuck in it
-        if not self._closing.is_set():
-            self.on_event(self.host, {"event": "lost", "reason": reason})
 
     def _beat(self) -> None:
         """Give a sign of life every few seconds; the replies are the host's."""

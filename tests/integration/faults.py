@@ -28,6 +28,7 @@ DOWN_S = 10.0
 """The promise: from the fault until nothing of the run is left on any host."""
 LEASH_S = 30.0
 """The same for what only silence can tell: a link that is cut, a launcher that is stopped."""
+MENDED_S = 60.0
 KEPT = "ended"  # where a host keeps what it knows of a detached run that ended
 COMM = 15  # characters that the kernel keeps of a process's name
 
@@ -188,7 +189,9 @@ def play(fault: Fault, lane: Lane, folder: Path) -> Outcome:
             fault.repair(run, lane)
         outcome.exit_code = run.wait(fault.bound_s + 15)
         outcome.end_s = time.monotonic() - struck
-        outcome.wrong += left_on(lane.hosts, max(1.0, fault.bound_s - outcome.end_s))
+        # Once it is mended, only sessions of sshd can be left, until their last packets are sent again.
+        rest_s = MENDED_S if fault.repair is not None else max(1.0, fault.bound_s - outcome.end_s)
+        outcome.wrong += left_on(lane.hosts, rest_s)
         outcome.down_s = outcome.down_s or time.monotonic() - struck
         if fault.at == "detached":
             outcome.first = first_of_detached(run, lane)
