@@ -111,9 +111,11 @@ def _wrong(page: Page, several: Sequence[Finding]) -> None:
     evidence = first.evidence
     if len(set(texts.values())) > 1:
         evidence = "; ".join(f"{host}: {text}" for host, text in texts.items())
-    for name, text in (("evidence", evidence), ("cause", first.cause), ("fix", first.fix)):
+    for name, text in (("evidence", evidence), ("cause", first.cause)):
         if text:
             page.prose(" ".join(text.split()), indent="    ", hang=f"{name}: ".ljust(10))
+    if first.fix:  # never broken: what is in it is pasted
+        page.line(f"    {'fix: ':10}{' '.join(first.fix.split())}")
 
 
 def _worst(report: Report) -> str:

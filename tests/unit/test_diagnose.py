@@ -162,6 +162,8 @@ def test_the_files_of_the_model_that_differ_are_named() -> None:
     told = {"a": health(), "b": health(model_files={**health().model_files, "model.safetensors": "8000 eeee"})}
     (found,) = [f for f in diagnose(PAIR, facts, health=told).findings if f.code == "MODEL-PARITY"]
     assert found.evidence == "model.safetensors (a: 9000 cccc, b: 8000 eeee)"
+    folder, there = facts["a"].model.path, f"{facts['b'].user}@{facts['b'].ssh_address}"
+    assert found.fix == f"if a has the right one, on a: rsync -aL --delete {folder}/ {there}:{facts['b'].model.path}/"
 
 
 def test_a_missing_model_is_copied_from_where_it_is_or_fetched() -> None:
@@ -169,7 +171,7 @@ def test_a_missing_model_is_copied_from_where_it_is_or_fetched() -> None:
     facts = machines("a", "b")
     facts["b"] = replace(facts["b"], model=missing)
     (found,) = [f for f in diagnose(PAIR, facts).findings if f.code == "MODEL" and f.severity == "error"]
-    assert found.fix == "copy it from a: rsync -aL /models/tiny/ to b:/models/tiny/"
+    assert found.fix == f"on a: rsync -aL /models/tiny/ {facts['b'].user}@{facts['b'].ssh_address}:/models/tiny/"
     hub = cluster("a", "b", pipeline=2, model={"path": "org/small"})
     for said, words in (
         ("reachable", "hf download org/small"),
@@ -238,6 +240,43 @@ def test_what_the_plan_does_about_each_variable() -> None:
         ("warning", "GLOO_SOCKET_IFNAME=eth9 (the plan sets eth0), VLLM_PORT=1 (dropped)"),
         ("ok", "HF_HOME: /hub"),
     ]
+
+
+def test_a_variable_that_the_file_says_itself_is_in_order() -> None:
+    said = cluster(
+        {"name": "a", "engine": {"env": {"VLLM_PORT": "5000"}, "secrets": {"HF_TOKEN": "env:HF_TOKEN"}}},
+        serve={"host": "127.0.0.1"},
+    )
+    facts = machines("a", environment={"VLLM_PORT": "5000", "HF_TOKEN": "(set)", "OMP_NUM_THREADS": "3"})
+    found = [f for f in diagnose(said, facts).findings if f.code == "ENVIRONMENT"]
+    assert [(f.severity, f.evidence) for f in found] == [
+        ("warning", "OMP_NUM_THREADS=3 (dropped)"),
+        ("ok", "VLLM_PORT, HF_TOKEN"),
+    ]
+
+
+def test_many_processes_are_told_in_a_line_that_can_be_pasted() -> None:
+    told = {"a": health(processes=tuple(process(pid) for pid in range(100, 130)))}
+    (found,) = [f for f in diagnose(cluster("a"), machines("a"), health=told).findings if f.code == "PROCESSES"]
+    assert found.title == "30 processes of vLLM already there"
+    assert found.fix == (
+        "look at the oldest 6: ps -fp 100,101,102,103,104,105; if nobody needs them: kill 100 101 102 103 104 105"
+    )
+
+
+def test_a_fix_is_one_line_on_a_narrow_terminal() -> None:
+    told = {"a": health(processes=tuple(process(pid) for pid in range(100, 130)))}
+    report = diagnose(cluster("a"), machines("a"), health=told)
+    (fix,) = [finding.fix for finding in report.findings if finding.code == "PROCESSES"]
+    assert f"    fix:      {fix}\n" in report_page("narrow", report, machines("a"), 60, health=told).text()
+
+
+def test_a_python_that_is_not_there_is_not_asked_to_install() -> None:
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], engine=engine(error="no such file", vllm="", iomp=""))
+    found = [f.code for f in diagnose(PAIR, facts).findings if f.host == "b" and f.severity != "ok"]
+    assert "ENGINE" in found
+    assert "PRELOAD" not in found
 
 
 def test_an_unreachable_host_is_an_error_in_its_own_words() -> None:

@@ -8,6 +8,7 @@ from cpupp.plan.checks.wording import age
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
 
 SLOW_S, UNSTEADY_S = 0.5, 1.0
+MAX_PIDS = 6  # of a line that is pasted
 MAX_SKEW_S = 2.0
 
 
@@ -88,8 +89,9 @@ def processes(case: Case) -> Iterator[Finding]:
             shown = [f"pid {p.pid} ({p.name}) of {p.owner}, {age(p.age_s)} old" for p in oldest[:4]]
             rest = f" and {len(oldest) - 4} more" if len(oldest) > 4 else ""
             cause = "no run of this user claims them; they take cores and memory from the ranks"
-            pids = " ".join(str(p.pid) for p in oldest)
-            fix = f"look at them: ps -fp {pids.replace(' ', ',')}; if nobody needs them: kill {pids}"
+            pids = " ".join(str(p.pid) for p in oldest[:MAX_PIDS])
+            first = "them" if len(oldest) <= MAX_PIDS else f"the oldest {MAX_PIDS}"
+            fix = f"look at {first}: ps -fp {pids.replace(' ', ',')}; if nobody needs them: kill {pids}"
             one = "1 process" if len(strange) == 1 else f"{len(strange)} processes"
             title = f"{one} of {'vLLM' if any(p.kind == 'vllm' for p in strange) else 'cpupp'} already there"
             yield warning(name, title, evidence=", ".join(shown) + rest, cause=cause, fix=fix)

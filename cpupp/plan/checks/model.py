@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
-from cpupp.plan.checks.wording import gib, table
+from cpupp.plan.checks.wording import gib, place_of, table
 from cpupp.plan.findings import Case, Finding, check, error, ok, warning
 from cpupp.plan.model import model_facts
 from cpupp.plan.refusals import brings_tokenizer
@@ -55,8 +56,8 @@ def _model_fix(case: Case, name: str) -> str:
     path = case.spec.model.path
     having = next((fact for fact in case.facts.values() if not fact.model.error), None)
     if having is not None:
-        folder = having.model.path
-        return f"copy it from {having.name}: rsync -aL {folder}/ to {name}:{case.facts[name].model.path}/"
+        folder = shlex.quote(having.model.path)
+        return f"on {having.name}: rsync -aL {folder}/ {place_of(case.facts[name])}/"
     if HUB_ID.fullmatch(path):
         hub = case.health[name].hub if name in case.health else ""
         if hub not in ("", "reachable"):
@@ -81,11 +82,26 @@ def model_parity(case: Case) -> Iterator[Finding]:
     values = {name: fact.model.digest[:12] for name, fact in case.facts.items() if not fact.model.error}
     if len(set(values.values())) > 1:
         cause = "stages of different snapshots give wrong answers without an error"
-        fix = "copy one snapshot to every host, for example with rsync -a"
+        fix = _parity_fix(case)
         evidence = _differing(case) or table(values)
         yield error("", "the model differs between hosts", evidence=evidence, cause=cause, fix=fix)
     elif len(values) > 1:
         yield ok("", "same model everywhere", next(iter(values.values())))
+
+
+def _parity_fix(case: Case) -> str:
+    """The command that brings the first host's snapshot to one that has another."""
+    seen = {
+        name: (fact.model.digest, case.health[name].model_files if name in case.health else {})
+        for name, fact in case.facts.items()
+        if not fact.model.error
+    }
+    first = next(iter(seen))
+    others = [name for name, what in seen.items() if what != seen[first]]
+    source, target = case.facts[first], case.facts[others[0]]
+    command = f"rsync -aL --delete {shlex.quote(source.model.path)}/ {place_of(target)}/"
+    so_too = f", and so to {', '.join(others[1:])}" if len(others) > 1 else ""
+    return f"if {first} has the right one, on {first}: {command}{so_too}"
 
 
 def _differing(case: Case) -> str:
@@ -127,7 +143,7 @@ def model_files(case: Case) -> Iterator[Finding]:
         told = {file: table({n: h.model_files.get(file, "none") for n, h in case.health.items()}) for file in small[:3]}
         evidence = "; ".join(f"{file} ({text})" for file, text in told.items())
         cause = "the head's files decide, but the folders are not one snapshot"
-        fix = "copy one snapshot to every host, for example with rsync -a"
+        fix = _parity_fix(case)
         yield warning("", "the model's small files differ", evidence=evidence, cause=cause, fix=fix)
     elif len(case.health) > 1:
         yield ok("", "tokenizer and settings are equal everywhere")

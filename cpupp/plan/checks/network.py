@@ -41,7 +41,7 @@ def port(case: Case) -> Iterator[Finding]:
     "the host's own name does not resolve to loopback",
     severities="warning",
     why="programs that ask for their own address tell loopback to peers, who then call themselves",
-    fix="map the host's name to its address in /etc/hosts",
+    fix="map the host's name to its address in /etc/hosts, and take it out of the line of 127.0.1.1",
 )
 def net_loopback_name(case: Case) -> Iterator[Finding]:
     """pytorch #15592, gloo #223: `127.0.1.1 name` in /etc/hosts, as Debian's installer writes it."""
@@ -51,7 +51,8 @@ def net_loopback_name(case: Case) -> Iterator[Finding]:
         if any(is_loopback(address) for address in fact.name_resolves_to):
             evidence = f"{fact.hostname} -> {', '.join(fact.name_resolves_to)}"
             cause = "programs that ask for their own address tell it to peers, who then call themselves"
-            fix = f"cpupp gives every rank its address, so it runs; to cure it, map {fact.hostname} in /etc/hosts"
+            fix = f"cpupp gives every rank its address, so it runs; to cure it, in /etc/hosts of {name}: "
+            fix += f"`{fact.ssh_address or 'ADDRESS'} {fact.hostname}`, and no other line with that name"
             yield warning(name, "its name resolves to loopback", evidence=evidence, cause=cause, fix=fix)
 
 

@@ -22,7 +22,7 @@ def preload(case: Case) -> Iterator[Finding]:
             fix = "apt-get install libtcmalloc-minimal4 (Debian, Ubuntu)"
             cause = "the allocator of glibc is slower under many threads; vLLM 0.18 refuses to start"
             yield warning(name, "libtcmalloc not found", evidence="ldconfig, library folders", cause=cause, fix=fix)
-        if not fact.engine.iomp and fact.arch == "x86_64":
+        if not fact.engine.iomp and fact.arch == "x86_64" and not fact.engine.error:  # else ENGINE tells
             fix = f"{fact.engine.python} -m pip install intel-openmp"
             cause = "threads run on gomp: slower; vLLM 0.18 refuses to start"
             yield warning(name, "libiomp5 not found", evidence="the engine's lib, ldconfig", cause=cause, fix=fix)

@@ -97,8 +97,8 @@ def shm_leftovers(case: Case) -> Iterator[Finding]:
             fix = f"{clean} (removes dead files of this user alone)"
             yield warning(name, f"{_files(mine)} in /dev/shm", evidence=_listed(mine), cause=cause, fix=fix)
         if others:
-            owners = ", ".join(sorted({found.owner for found in others}))
-            fix = f"ask {owners} to remove them"
+            owners = ", ".join(sorted({_who(found) for found in others}))
+            fix = f"their owner removes them: {owners}"
             yield info(name, f"{_files(others)} of {owners} in /dev/shm", _listed(others), fix=fix)
         unknown = [found for found in health.leftovers if found.state == "unknown" and found.mine]
         if unknown:
@@ -112,13 +112,17 @@ def shm_leftovers(case: Case) -> Iterator[Finding]:
             yield ok(name, "nothing is left in /dev/shm", alive)
 
 
+def _who(found: LeftoverFacts) -> str:
+    return f"uid {found.owner}" if found.owner.isdigit() else found.owner
+
+
 def _files(found: list[LeftoverFacts]) -> str:
     size = sum(entry.size for entry in found)
     what = "1 dead file" if len(found) == 1 else f"{len(found)} dead files"
-    return f"{what}{f' of {size // MIB} MiB' if size >= MIB else ''}"
+    return f"{what}{f' of {size / MIB:.1f} MiB' if size >= MIB else ''}"
 
 
 def _listed(found: list[LeftoverFacts]) -> str:
     oldest = sorted(found, key=lambda entry: (-entry.size, -entry.age_s))[:4]
-    texts = [f"{f.name} ({f.size / MIB:.1f} MiB, {age(f.age_s)} old, {f.owner})" for f in oldest]
+    texts = [f"{f.name} ({f.size / MIB:.1f} MiB, {age(f.age_s)} old, {_who(f)})" for f in oldest]
     return ", ".join(texts) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

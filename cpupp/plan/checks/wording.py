@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 
 from cpupp.errors import CpuppError
+from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Finding, error
 from cpupp.plan.partition import GIB
 
@@ -13,6 +15,13 @@ def from_error(problem: CpuppError) -> Finding:
     """An error of the plan as a finding."""
     cause = "the plan is impossible as it stands"
     return error("", problem.message, evidence=problem.code, cause=cause, fix=problem.hint)
+
+
+def place_of(fact: HostFacts) -> str:
+    """Where the model is on a host, as rsync and scp take it: user@address:/path."""
+    address = f"[{fact.ssh_address}]" if ":" in fact.ssh_address else fact.ssh_address
+    at = f"{fact.user}@{address}" if address else fact.name
+    return f"{at}:{shlex.quote(fact.model.path)}"
 
 
 def table(values: Mapping[str, str]) -> str:
