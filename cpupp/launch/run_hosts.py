@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.config import load_cluster
 from cpupp.launch.session import connect_all, run_all
@@ -109,7 +111,7 @@ def hosts_of(spec: ClusterSpec) -> RunHosts:
 def spec_of(run: Run) -> ClusterSpec:
     """The cluster file as it was when the run was launched; of its hosts alone where that cannot be read any more.
 
-    Raises CpuppError RUN-HOSTS when the record names no hosts.
+    Raises CpuppError RUN-HOSTS when the record names no hosts, or what cannot be one.
     """
     if run.folder:
         with suppress(CpuppError):
@@ -118,7 +120,11 @@ def spec_of(run: Run) -> ClusterSpec:
     if not hosts:
         message = f"the record of run {run.run} names no hosts"
         raise CpuppError("RUN-HOSTS", message, hint="give the cluster file with --file", where=run.folder)
-    return ClusterSpec.model_validate({"name": run.name, "model": {"path": "."}, "hosts": hosts})
+    try:
+        return ClusterSpec.model_validate({"name": run.name, "model": {"path": "."}, "hosts": hosts})
+    except ValidationError:
+        message = f"the record of run {run.run} is damaged: its hosts cannot be read"
+        raise CpuppError("RUN-HOSTS", message, hint="give the cluster file with --file", where=run.folder) from None
 
 
 def answer_of(hosts: RunHosts, host: str, run: str, *, with_load: bool = True) -> HostAnswer:

@@ -135,9 +135,12 @@ class _HostsStop:
         attached_elsewhere = self.run.launcher_alive is None and self.run.launcher is not None and not self.run.detached
         if not attached_elsewhere and (kept or self.run.folder):
             with one_at_a_time(self.folder):
-                self._collect(kept)
-                state = self._state(failures)
-                settle(self.run, self.folder, state, failures, whole=state.ended)
+                # Another `cpupp stop` may have fetched everything and made the hosts forget it in the meantime.
+                latest = run_in(self.folder)
+                if latest is None or not is_over(latest):
+                    self._collect(kept)
+                    state = self._state(failures)
+                    settle(self.run, self.folder, state, failures, whole=state.ended)
         run = run_in(self.folder) or replace(self.run, state=self._state(failures))
         return StopResult(run=run, by="hosts", hosts=tuple(self.stops[name] for name in self.hosts.names))
 

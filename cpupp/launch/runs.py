@@ -75,7 +75,7 @@ def places(folder: Path) -> tuple[RankPlace, ...]:
             )
             for rank in json_of(folder / "plan.json")["plan"]["ranks"]
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return ()
 
 
@@ -95,7 +95,7 @@ def events(folder: Path) -> Iterator[dict[str, Any]]:
             while line := file.readline(LONGEST_LINE):
                 try:
                     event = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(event, dict):
                     yield event
@@ -118,12 +118,16 @@ def _failure(value: Mapping[str, Any]) -> Failure:
     return Failure(
         host=str(value.get("host") or ""),
         node_rank=node if isinstance(node, int) else None,
-        ranks=tuple(rank for rank in value.get("ranks") or () if isinstance(rank, int)),
+        ranks=tuple(rank for rank in _list(value.get("ranks")) if isinstance(rank, int)),
         code=str(value.get("code") or "RANK-FAILED"),
         message=str(value["message"]),
         hint=str(value.get("hint") or ""),
-        last_lines=tuple(str(line) for line in value.get("last_lines") or ()),
+        last_lines=tuple(str(line) for line in _list(value.get("last_lines"))),
     )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def result_of(run: Run) -> dict[str, Any]:
@@ -136,7 +140,7 @@ def json_of(path: Path) -> Any:
     """The values of a JSON file; None when it is not there, or is no JSON."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,20 +90,25 @@ def read_run(data: Any, folder: str) -> Run | None:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    """A number as Python's JSON reads it, which may be NaN, infinite or beyond a float: then 0."""
+    try:
+        number = float(value) if isinstance(value, int | float) else 0.0
+    except OverflowError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0
 
 
 def _hosts(value: Any) -> tuple[HostRef, ...]:
     items = [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
     return tuple(
-        HostRef(name=str(item.get("name")), ssh=item.get("ssh") or None, local=bool(item.get("local")))
+        HostRef(name=str(item.get("name")), ssh=str(item.get("ssh") or "") or None, local=bool(item.get("local")))
         for item in items
     )
 
 
 def _shifts(value: Any) -> dict[int, int]:
     items = value.items() if isinstance(value, Mapping) else ()
-    return {int(node): int(_number(shift)) for node, shift in items if str(node).isdigit()}
+    return {int(node): int(_number(shift)) for node, shift in items if str(node).isdecimal()}
 
 
 def _launcher(value: Any) -> LauncherRef | None:

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpupp.errors import CpuppError
+from cpupp.launch import run_stop
 from cpupp.launch.run_find import find
+from cpupp.launch.run_hosts import spec_of
 from cpupp.launch.run_stop import StopResult, end_launcher, is_over, stop_run
 from cpupp.launch.runs import all_runs, launcher_alive, run_in, start_ticks
 from cpupp.plan.runs import LauncherRef, Run, choose
@@ -90,6 +94,25 @@ def test_stopping_again_asks_nobody(tmp_path: Path) -> None:
         host.orders.clear()
     again = stop(tmp_path, *hosts)
     assert (again.by, again.run.state, [host.orders for host in hosts]) == ("nobody", RunState.STOPPED, [[], []])
+
+
+def test_what_another_stop_has_fetched_meanwhile_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path)
+    hosts = pair()
+    alone = run_stop.one_at_a_time
+
+    @contextmanager
+    def behind_another(folder: Path) -> Iterator[None]:
+        monkeypatch.setattr(run_stop, "one_at_a_time", alone)
+        assert stop_exit([stop(tmp_path, *hosts)]) == 0
+        with alone(folder):
+            yield
+
+    monkeypatch.setattr(run_stop, "one_at_a_time", behind_another)
+    result = stop(tmp_path, *hosts)
+    assert (result.run.state, result.missing, result.stuck) == (RunState.STOPPED, (), ())
+    assert (folder / "logs" / "node-0-a.log").read_bytes() == hosts[0].log
+    assert stop_exit([result]) == 0
 
 
 def test_a_host_that_is_down_is_named_and_finished_later(tmp_path: Path) -> None:
@@ -236,3 +259,25 @@ def test_live_runs_stay_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(CpuppError) as caught:
         find(tmp_path, "pair", None)
     assert caught.value.code == "RUN-AMBIGUOUS"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"attempt": float("inf")},
+        {"started": float("nan")},
+        {"launcher": {"pid": 10**400, "start": 0}},
+        {"log_shifts": {"\u00b2": 1}},
+        {"hosts": [{"name": None, "ssh": 5}]},
+        {"hosts": [{"name": "a", "ssh": "::@@ x"}]},
+        {"name": "../../x"},
+    ],
+)
+def test_a_damaged_record_hides_no_other_run(tmp_path: Path, damage: dict[str, Any]) -> None:
+    write(tmp_path)
+    write(tmp_path, "1130-000000-dead", **damage)
+    write(tmp_path, "1130-000000-deep").joinpath("run.json").write_text("[" * 100_000)
+    found = {run.run: run for run in all_runs(tmp_path)}
+    assert set(found) == {RUN, "1130-000000-dead"}
+    with suppress(CpuppError):  # and no other error
+        spec_of(found["1130-000000-dead"])
