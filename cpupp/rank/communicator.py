@@ -69,7 +69,6 @@ class Communicator:
         self._segments: list[Segment] = []
         self._links: dict[int, Link] = {}
         self._gloo_links: list[GlooLink] = []
-        self._sent_since_recv = True
         self.board: Board | None = None
         calm_gloo_loops()
         exchange = exchange_over(group)
@@ -218,17 +217,12 @@ class Communicator:
         if self._slicer is not None:
             items = self._slicer.cut(items, target)
         self._link(target).send(items, self._drain)
-        self._sent_since_recv = True
         for link in self._gloo_links:
             link.expect()  # while the frame is on its way, this costs nobody time
 
     def recv_tensor_dict(self, source: int) -> dict[str, Any]:
         """Receive the next dict from the position `source`. Raises FrameError, PeerLostError."""
-        link = self._link(source)
-        items = link.recv()
-        if not self._sent_since_recv and isinstance(link, GlooLink):
-            link.expect()  # the last stage only receives, and is late for the next frame when it is the slow one
-        self._sent_since_recv = False
+        items = self._link(source).recv()
         return items if self._slicer is None else self._slicer.join(items)
 
     def _link(self, other: int) -> Link:

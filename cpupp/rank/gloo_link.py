@@ -21,18 +21,24 @@ from cpupp.rank.reused import MAX_REUSED, ReusedMemory, holders, settled
 from cpupp.rank.ring import PeerLostError
 
 TAG = 0x6370  # apart from tag 0, which vLLM's own send and recv use on the same group
-INLINE_BYTES = 512 * 1024
+PARTS_TAG = 0x636F  # apart again: a tensor must not run into the inbox that waits for the next header
+INLINE_BYTES = 1024 * 1024 + MAX_HEADER_BYTES
 COPY_BYTES = 32 * 1024
 """A payload up to this size is copied out of the message; a larger one stays there, and the tensors are views of it."""
 ALIGNMENT = 64
 MAX_IN_FLIGHT = 8
+AHEAD = 2
+"""Receives that are posted. gloo sends what nobody waits for only after it has asked, there and back. With one receive
+the word that the next is posted races with the peer's next dict; with two it has long arrived.
+"""
 
 
 class GlooLink:
     """A link over a gloo group: dicts up to INLINE_BYTES are one message, the tensors of larger ones follow it.
 
     gloo accepts a message that is shorter than the receiver's buffer, so the receiver need not know the size: it posts
-    a buffer of INLINE_BYTES. A trailer with the frame's number shows that the message was not cut short.
+    buffers of INLINE_BYTES, AHEAD of them at any time. A trailer with the frame's number shows that the message was
+    not cut short.
     """
 
     transport = "gloo"
@@ -54,8 +60,7 @@ class GlooLink:
         self._free: list[_Message] = []
         self._in_flight: deque[tuple[_Message, list[dist.Work], list[torch.Tensor]]] = deque()
         self._memory = ReusedMemory()
-        self._inbox: _Message | None = None
-        self._posted: dist.Work | None = None
+        self._posted: deque[tuple[_Message, dist.Work]] = deque()
         self._last: Header | None = None
         self._ready: _Ready | None = None
         self._inboxes: list[_Message] = []
@@ -77,7 +82,7 @@ class GlooLink:
         try:
             # Straight to the group: the wrappers of torch.distributed cost as much as the message itself.
             works = [self._group.send([message.first(size + SEQUENCE.size)], self._peer, TAG)]
-            works += [self._group.send([t], self._peer, TAG) for t in alive]
+            works += [self._group.send([t], self._peer, PARTS_TAG) for t in alive]
         except RuntimeError as error:
             raise PeerLostError(self._encoder.link, str(error)) from error
         self._in_flight.append((message, works, alive))
@@ -86,9 +91,11 @@ class GlooLink:
 
     def recv(self) -> dict[str, Any]:
         """Wait for the next dict. Raises FrameError, PeerLostError."""
-        inbox, posted = self._posting()
-        ready = self._prepare(inbox)
-        self._posted = self._ready = None
+        self._received = True
+        self._post()
+        ready = self._prepare()
+        inbox, posted = self._posted.popleft()
+        self._ready = None
         self._wait(posted, self._decoder.link)
         header = None if ready is None else self._decoder.again(inbox.bytes, ready.header)
         if ready is None or header is None:
@@ -99,8 +106,6 @@ class GlooLink:
             ready = _Ready(header, inbox)
         self._check_trailer(inbox, aligned(header.length) + header.payload)
         self._last = header
-        if ready.holds_inbox:
-            self._inbox = None
         return ready.filled()
 
     def _header(self, inbox: _Message) -> Header:
@@ -113,22 +118,22 @@ class GlooLink:
     def _detached(self, header: Header) -> dict[str, Any]:
         self._last = None
         result, tensors = header.allocate(self._memory)
-        works = [self._irecv(t) for t in tensors if t.nbytes]
+        works = [self._irecv(t, PARTS_TAG) for t in tensors if t.nbytes]
         for work in works:
             self._wait(work, self._decoder.link)
         return result
 
     def expect(self) -> None:
-        """Post for the next dict if there has been one: gloo then moves it without asking for a receiver first."""
+        """Make ready for the next dict if there has been one."""
         if self._received:
-            with suppress(PeerLostError):  # a peer that has left after its last dict: only a next recv would mind
-                inbox, _ = self._posting()
-                self._prepare(inbox)
+            with suppress(PeerLostError):  # as in _post
+                self._post()
+                self._prepare()
 
-    def _prepare(self, inbox: _Message) -> _Ready | None:
+    def _prepare(self) -> _Ready | None:
         """Have tensors ready for a dict like the last one: while we wait for it, that costs nobody time."""
         if self._ready is None and self._last is not None:
-            self._ready = _Ready(self._last, inbox)
+            self._ready = _Ready(self._last, self._posted[0][0])
         return self._ready
 
     def _check_trailer(self, inbox: _Message, at: int) -> None:
@@ -148,25 +153,28 @@ class GlooLink:
         self._in_flight.popleft()
         self._free.append(message)
 
-    def _posting(self) -> tuple[_Message, dist.Work]:
-        if self._inbox is None:
-            self._inbox = self._idle_inbox()
-            self._received = True
-        if self._posted is None:
-            self._posted = self._irecv(self._inbox.tensor)
-        return self._inbox, self._posted
+    def _post(self) -> None:
+        while len(self._posted) < AHEAD:
+            inbox = self._idle_inbox()
+            try:
+                self._posted.append((inbox, self._irecv(inbox.tensor, TAG)))
+            except PeerLostError:
+                if not self._posted:
+                    raise
+                return  # a peer that has left after a dict that is here: only the receive after that would mind
 
     def _idle_inbox(self) -> _Message:
-        inbox = next((m for m in self._inboxes if m.is_idle()), None)
+        posted = [inbox for inbox, _ in self._posted]
+        inbox = next((m for m in self._inboxes if m not in posted and m.is_idle()), None)
         if inbox is None:
             inbox = _Message(self._inline)
             if len(self._inboxes) < MAX_REUSED:
                 self._inboxes.append(inbox)
         return inbox
 
-    def _irecv(self, tensor: torch.Tensor) -> dist.Work:
+    def _irecv(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         try:
-            return self._group.recv([tensor], self._peer, TAG)
+            return self._group.recv([tensor], self._peer, tag)
         except RuntimeError as error:
             raise PeerLostError(self._decoder.link, str(error)) from error
 
@@ -213,7 +221,6 @@ class _Ready:
         self._at = aligned(header.length)
         self._copies: list[tuple[int, int, int]] = []
         self._copied = header.payload <= COPY_BYTES
-        self.holds_inbox = False
         self._result, _ = header.allocate(self)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -224,7 +231,6 @@ class _Ready:
             tensor = torch.empty(shape, dtype=dtype)
             self._copies.append((tensor.data_ptr(), at, size))
             return tensor
-        self.holds_inbox = True
         return self._inbox.tensor[at : at + size].view(dtype).view(shape)
 
     def filled(self) -> dict[str, Any]:

@@ -268,6 +268,28 @@ def test_the_order_is_kept(gang: Gang, folders: list[str]) -> None:
     assert gang.run(in_order, folders)[2] == list(range(40))
 
 
+def after_the_peer_has_left(rank: int, folders: list[str]) -> list[int]:
+    links = make(rank, folders)
+    if rank == 0:
+        for i in range(2):
+            links.send_tensor_dict({"i": i}, 1)
+        links.close()
+        return []
+    got = [links.recv_tensor_dict(0)["i"]]
+    link = links._link(0)
+    assert isinstance(link, GlooLink)
+    with suppress(PeerLostError):
+        while True:  # until gloo has noticed that the peer is gone
+            link._irecv(torch.empty(1), TAG + 0x100)
+            time.sleep(0.01)
+    return [*got, links.recv_tensor_dict(0)["i"]]
+
+
+def test_the_last_dict_of_a_peer_that_has_left_is_received(gang: Gang, tmp_path: Path) -> None:
+    """The receive after it cannot be posted any more, which is no error yet."""
+    assert gang.run(after_the_peer_has_left, places(tmp_path, "ab"), ranks=2)[1] == [0, 1]
+
+
 def reuse(rank: int, folders: list[str], size: int) -> bool:
     """The sender overwrites its buffer as soon as the send has returned: vLLM takes our send for a finished one."""
     links = make(rank, folders)
