@@ -86,8 +86,14 @@ class Actions:
             self._put(StartFailed(at=time.monotonic(), node_rank=node, message=error.message))
 
     def check_health(self) -> None:
-        """Ask the head's /health."""
-        self._put(Health(at=time.monotonic(), healthy=self._api.healthy()))
+        """Ask the head's /health. Another's API on the port is a failure: both would get a share of the requests."""
+        try:
+            healthy = self._api.healthy()
+        except CpuppError as error:
+            message = f"{error.message}: choose another serve.port, or end that process"
+            self._put(StartFailed(at=time.monotonic(), node_rank=0, message=message))
+            return
+        self._put(Health(at=time.monotonic(), healthy=healthy))
 
     def complete(self) -> None:
         """Request one completion."""

@@ -14,6 +14,7 @@ from cpupp.plan.secret import API_KEY_ENV, api_key_args
 
 _ANY = ("0.0.0.0", "::", "")  # compared with, never bound
 HEALTH_TIMEOUT = 5.0
+STRANGER = "API-STRANGER"
 
 
 class _Agent(Protocol):
@@ -38,13 +39,16 @@ class HeadApi:
         self._session = session
         self._model = plan.served_name
         self._url = local_url(plan)
+        self._port = plan.serve_port
         self._key = api_key(plan, key)
 
     def healthy(self) -> bool:
-        """Whether /health answers 200."""
+        """Whether /health answers 200. Raises CpuppError API-STRANGER when a process that is not of the run answers."""
         try:
             return bool(self._http("GET", "/health", None, HEALTH_TIMEOUT)[0] == 200)
-        except CpuppError:
+        except CpuppError as error:
+            if error.code == STRANGER:
+                raise
             return False
 
     def complete(self, timeout: float) -> None:
@@ -92,6 +96,7 @@ class HeadApi:
             },
             body="" if body is None else json.dumps(body),
             http_timeout=timeout,
+            own_port=self._port,
         )
         return int(reply["status"]), str(reply["body"])
 

@@ -28,7 +28,7 @@ from .agent_attempt import COPY_S, GRACE_S, KILL_S, Attempt
 from .agent_children import Children
 from .agent_http import http
 from .agent_outbox import Outbox
-from .agent_request import Requests
+from .agent_request import RequestError, Requests
 
 if TYPE_CHECKING:
     from .agent_rare import Rare
@@ -78,7 +78,7 @@ class Agent:
                 "start": attempt.start,
                 "stop": lambda request: attempt.stop(float(request.get("grace", self.grace_s)), DRAIN_S),
                 "detach": attempt.detach,
-                "http": http,
+                "http": self.ask,
                 "tail": attempt.tail,
                 "runs": lambda request: agent_runs.runs(attempt.site),
                 "run_stop": self.run_stop,
@@ -148,6 +148,16 @@ class Agent:
 
                 self.rare = Rare(self.children)
         return self.rare.operations[request["op"]](request)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make one HTTP request. own_port: only when what listens there was started by this agent, and nothing else."""
+        port = request.get("own_port")
+        if port:
+            ours = agent_proc.descendants([os.getpid()], agent_proc.process_table())
+            holder = agent_net.stranger(port, ours)
+            if holder:
+                raise RequestError("API-STRANGER", f"port {port} is held by {holder}, which is not of this run")
+        return http(request)
 
     def run_stop(self, request: dict[str, Any]) -> dict[str, Any]:
         """End a run on this host, this agent's own or another's."""

@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 IFF_UP = 0x1
@@ -213,28 +214,54 @@ def _ephemeral_range() -> tuple[int, int]:
 
 def port_holder(port: int) -> str:
     """Return `pid 123 (name)` of the process that has the TCP port bound, as far as this user may see it."""
-    inodes = _listening_inodes(port)
+    listening, bound = _sockets_on(port)
+    return _holder({inode for _, inode in listening or bound})
+
+
+def stranger(port: int, ours: Iterable[int]) -> str:
+    """Return who listens on the TCP port instead of the processes `ours`, or beside them on the same address.
+
+    vLLM sets SO_REUSEPORT, so two of one user share a port without a word, and the kernel deals out the requests. Empty
+    when nobody listens, or nobody else.
+    """
+    listening, _ = _sockets_on(port)
+    held = {inode for pid in ours for inode in _sockets_of(pid)} if listening else set()
+    places = {address for address, inode in listening if inode in held}
+    others = {inode for address, inode in listening if inode not in held and (not places or address in places)}
+    return _holder(others)
+
+
+def _holder(inodes: set[str]) -> str:
     if not inodes:
         return ""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{descriptor}") in inodes:
-                        return f"pid {pid} ({_command(pid)})"
+            if inodes & _sockets_of(int(pid)):
+                return f"pid {pid} ({_command(pid)})"
     return "a process of another user"
 
 
-def _listening_inodes(port: int) -> set[str]:
-    found: dict[bool, set[str]] = {True: set(), False: set()}
+def _sockets_of(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return found
+
+
+def _sockets_on(port: int) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
+    """Return (local address, inode) of the TCP sockets that listen on the port, and of the others that have it."""
+    found: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table, encoding="ascii") as file:
             next(file)
             for line in file:
                 fields = line.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[9] != "0":
-                    found[fields[3] == "0A"].add(f"socket:[{fields[9]}]")
-    return found[True] or found[False]
+                address, _, number = fields[1].rpartition(":")
+                if int(number, 16) == port and fields[9] != "0":
+                    found[fields[3] == "0A"].add((address, f"socket:[{fields[9]}]"))
+    return found[True], found[False]
 
 
 def _command(pid: str) -> str:

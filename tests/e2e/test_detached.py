@@ -114,8 +114,9 @@ class Stream:
                     if line.startswith(b'data: {"error"'):
                         self.error = line.decode()
                     self.tokens += line.startswith(b"data: {")
-                    if self._closed:
+                    if self._closed or line.startswith(b"data: [DONE]"):
                         return
+                self.error = "cut off before its end"  # http.client takes a broken chunk for the last one
         except (OSError, HTTPException) as error:
             self.error = repr(error)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from cpupp.errors import CpuppError
 from cpupp.launch.transport import LocalTransport
+from cpupp.rank import agent_net
 from tests.integration.agent_bench import Bench, shm, unique, wait_dead, wait_until
 from tests.testbed import processes
 
@@ -333,3 +335,22 @@ def test_the_tail_of_the_output(bench: Bench) -> None:
     bench.start("print('a' * 100, flush=True); print('end', flush=True); time.sleep(600)")
     wait_until(lambda: "end" in bench.output(), "output")
     assert bench.session.request("tail", node=0, size=4) == "end\n"
+
+
+def test_another_process_on_our_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as ours:
+        port = ours.getsockname()[1]
+        assert agent_net.stranger(port, [os.getpid()]) == ""
+        assert agent_net.stranger(port, []).startswith(f"pid {os.getpid()} (")
+        listen = (
+            f"import socket, sys; s = socket.create_server(('127.0.0.1', {port}), reuse_port=True); "
+            "print('up', flush=True); sys.stdin.read()"
+        )
+        with subprocess.Popen([sys.executable, "-c", listen], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"up\n"
+            assert agent_net.stranger(port, [os.getpid()]).startswith(f"pid {other.pid} (")
+            assert agent_net.stranger(port, [os.getpid(), other.pid]) == ""
+            other.communicate()
+        assert agent_net.stranger(port, [os.getpid()]) == ""
+    assert agent_net.stranger(port, []) == ""

@@ -15,6 +15,7 @@ import pytest
 
 from cpupp.errors import CpuppError
 from cpupp.launch import run_stop
+from cpupp.launch.run_collect import one_at_a_time
 from cpupp.launch.run_find import find
 from cpupp.launch.run_hosts import spec_of
 from cpupp.launch.run_stop import StopResult, end_launcher, is_over, stop_run
@@ -99,7 +100,7 @@ def test_stopping_again_asks_nobody(tmp_path: Path) -> None:
 def test_what_another_stop_has_fetched_meanwhile_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path)
     hosts = pair()
-    alone = run_stop.one_at_a_time
+    alone = one_at_a_time
 
     @contextmanager
     def behind_another(folder: Path) -> Iterator[None]:
