@@ -11,12 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import ValidationError
-
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.config import load_cluster
 from cpupp.launch.session import connect_all, run_all
-from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.cluster import ClusterSpec, read_spec
 from cpupp.plan.hoststate import Site, read_sites
 from cpupp.plan.metrics import Load, read_load
 from cpupp.plan.runs import Run
@@ -120,11 +118,11 @@ def spec_of(run: Run) -> ClusterSpec:
     if not hosts:
         message = f"the record of run {run.run} names no hosts"
         raise CpuppError("RUN-HOSTS", message, hint="give the cluster file with --file", where=run.folder)
-    try:
-        return ClusterSpec.model_validate({"name": run.name, "model": {"path": "."}, "hosts": hosts})
-    except ValidationError:
+    spec, _ = read_spec({"name": run.name, "model": {"path": "."}, "hosts": hosts})
+    if spec is None:
         message = f"the record of run {run.run} is damaged: its hosts cannot be read"
-        raise CpuppError("RUN-HOSTS", message, hint="give the cluster file with --file", where=run.folder) from None
+        raise CpuppError("RUN-HOSTS", message, hint="give the cluster file with --file", where=run.folder)
+    return spec
 
 
 def answer_of(hosts: RunHosts, host: str, run: str, *, with_load: bool = True) -> HostAnswer:
