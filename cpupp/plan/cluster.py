@@ -58,7 +58,7 @@ def _port_or_auto(value: Any) -> Any:
 def _seconds(value: Any) -> Any:
     if type(value) in (int, float) and 0 < value <= MAX_SECONDS:
         return float(value)
-    shown = "nothing" if value is None else repr(value)
+    shown = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     raise SpecValueError(
         f"{shown} is no time to wait", f"write a number of seconds above 0 and up to {MAX_SECONDS}, without quotes"
     )

@@ -13,10 +13,13 @@ def chosen_codes(checks: Mapping[str, Check], only: Iterable[str], skip: Iterabl
     """Return the codes to run, in the catalogue's order.
 
     only, skip: texts of codes with commas between. A code means that check alone, anything else all codes that begin
-    so (`NET`); capitals do not matter. Raises CpuppError for a word that is neither.
+    so (`NET`); capitals do not matter. Raises CpuppError for a word that is neither, and when nothing is left.
     """
     wanted = _codes(checks, "--only", only) or set(checks)
     unwanted = _codes(checks, "--skip", skip)
+    if wanted <= unwanted:  # an empty report would pass for a healthy cluster
+        message = "--skip leaves out every check that --only asks for"
+        raise CpuppError("DOCTOR-CODE", message, where="doctor", hint="leave one of the two out")
     return tuple(code for code in checks if code in wanted - unwanted)
 
 

@@ -198,7 +198,7 @@ WAITING = [
     ("restart: {policy: always}", "restart.policy: policy 'always' is not supported", "valid: never, on-failure"),
     ("restart: {max: 0}", "restart.max: must be at least 1, not 0", "at least 1"),
     ("restart: {retries: 2}", "restart.retries: unknown key", "did you mean `restart.max`?"),
-    ("restart: {backoff: true}", "restart.backoff: True is no time to wait", "a number of seconds"),
+    ("restart: {backoff: true}", "restart.backoff: true is no time to wait", "a number of seconds"),
 ]
 
 

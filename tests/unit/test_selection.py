@@ -29,6 +29,11 @@ def test_an_unknown_code_is_told_the_near_ones(word: str, near: str) -> None:
     assert near in caught.value.hint
 
 
+def test_a_choice_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(CpuppError, match="leaves out every check"):
+        chosen_codes(CHECKS, ["SHM"], ["SHM"])
+
+
 def test_only_the_chosen_checks_speak_and_an_unreached_host_always() -> None:
     spec = cluster("a", "b", pipeline=2)
     facts = machines("a", "b")
