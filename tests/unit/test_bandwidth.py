@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from cpupp.plan.facts import BandwidthFacts, decode
 from cpupp.rank import agent_bandwidth, agent_probe
@@ -11,11 +12,13 @@ from cpupp.rank.agent_children import Children
 GIB = 1 << 30
 
 
+def measured_facts(cpus: list[dict[str, int]]) -> list[dict[str, Any]]:
+    """What is measured; a machine that is too busy just now for the probe's few seconds is asked again."""
+    return next(filter(None, (agent_bandwidth.bandwidth_facts(cpus, 4 * GIB, Children()) for _ in range(4))), [])
+
+
 def test_every_core_reads_at_once() -> None:
-    found = [
-        decode(BandwidthFacts, facts)
-        for facts in agent_bandwidth.bandwidth_facts(agent_probe.cpu_facts(), 4 * GIB, Children())
-    ]
+    found = [decode(BandwidthFacts, facts) for facts in measured_facts(agent_probe.cpu_facts())]
     measured = {cpu for facts in found for cpu in facts.cpus}
     assert measured
     assert measured <= os.sched_getaffinity(0)
@@ -28,7 +31,7 @@ def test_every_core_reads_at_once() -> None:
 def test_hardware_threads_of_a_core_are_measured_once() -> None:
     (cpu, *_) = sorted(os.sched_getaffinity(0))
     twins = [{"cpu": cpu, "core": 0, "socket": 0, "numa": 0}, {"cpu": 4095, "core": 0, "socket": 0, "numa": 0}]
-    (found,) = agent_bandwidth.bandwidth_facts(twins, 4 * GIB, Children())
+    (found,) = measured_facts(twins)
     assert found["cpus"] == [cpu]
 
 
