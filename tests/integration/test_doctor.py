@@ -19,6 +19,7 @@ import pytest
 from cpupp.launch.examine import Examination
 from cpupp.launch.probe import probe_all
 from cpupp.launch.session import AgentSession, open_sessions, run_all
+from cpupp.launch.transport import LocalTransport
 from cpupp.plan.checks import CHECKS
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.diagnose import Report, diagnose
@@ -26,8 +27,6 @@ from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Finding
 from cpupp.plan.health import LeftoverFacts
 from cpupp.plan.selection import needs_of
-from cpupp.rank import agent_ask_vllm
-from cpupp.rank.agent_children import Children
 from tests.testbed.bed import Bed, Host, HostOptions, hosts
 from tests.testbed.fake_engine import make_engine, make_model
 from tests.testbed.models import ROOT
@@ -270,7 +269,9 @@ def test_the_command_shows_errors_first_and_measures_only_what_is_chosen(place: 
 def test_vllm_itself_is_asked() -> None:
     flags = ["--nnodes", "--max-model-len", "--no-enable-prefix-caching", "--headless", "--turbo"]
     order = {"python": sys.executable, "flags": flags, "architectures": ["LlamaForCausalLM", "NoSuchForCausalLM"]}
-    assert agent_ask_vllm.ask_vllm(order, Children()) == {
+    with AgentSession("here", LocalTransport()) as session:
+        answer = session.request("ask_vllm", timeout=180, **order)
+    assert answer == {
         "unknown_flags": ["--turbo"],
         "architectures": {"LlamaForCausalLM": "pipeline", "NoSuchForCausalLM": "absent"},
         "error": "",

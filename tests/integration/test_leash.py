@@ -212,8 +212,10 @@ def test_a_silent_launcher_loses_its_ranks() -> None:
         pids = unpleasant(bench)
         bench.session.heartbeat_s = 600.0  # after the next one, which may be on its way
         wait_dead(bench.agent, *pids, timeout=3.5 + GONE_S)
-        assert "no line from the launcher for 3 s" in bench.wait_event("lost")["reason"]
-        assert not bench.site.exists()
+        # Both ends wait as long, so on a busy machine the launcher's end may be the one that speaks.
+        reasons = ("no line from the launcher for 3 s", "no sign of life for 3 s")
+        assert any(reason in bench.wait_event("lost")["reason"] for reason in reasons)
+        wait_until(lambda: not bench.site.exists(), "the site folder is removed")
 
 
 def test_a_killed_launcher_loses_its_ranks(tmp_path: Path) -> None:
