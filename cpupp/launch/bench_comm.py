@@ -20,7 +20,7 @@ from cpupp.launch.logs import NodeLog, open_logs
 from cpupp.launch.records import RunRecord
 from cpupp.launch.result import RunResult
 from cpupp.launch.site import start_request
-from cpupp.launch.start import Start, prepare_request
+from cpupp.launch.start import Start
 from cpupp.launch.stop import stop_hosts
 from cpupp.plan.bench_order import BenchDone, BenchTimes, decode_line
 from cpupp.plan.command import RankCommand
@@ -202,9 +202,7 @@ class BenchRun:
         ranks = [command for command in self.commands if command.host == host]
         start = Start(plan=self.plan, commands=ranks, run=options.run, attempt=1, created=self._created)
         try:
-            session.request("prepare", timeout=60, **prepare_request(start, host))
-            for command in ranks:
-                session.request("start", timeout=60, **self._start_params(command))
+            start.on_host(session, host, request=self._start_params)
         except CpuppError as error:
             if error.code == "HOST-LOST":  # the session says so itself, once
                 return

@@ -7,12 +7,11 @@ import pwd
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from cpupp.launch.api import public_url
 from cpupp.launch.records import RunRecord
+from cpupp.launch.runs import boot_id, start_ticks
 from cpupp.plan.plan import Plan
 from cpupp.plan.runstate import RunState
 
@@ -56,17 +55,11 @@ def launcher_identity() -> dict[str, Any]:
     """
     return {
         "pid": os.getpid(),
-        "start": _start_ticks(),
-        "boot_id": _read("/proc/sys/kernel/random/boot_id"),
+        "start": start_ticks(os.getpid()) or 0,
+        "boot_id": boot_id(),
         "hostname": socket.gethostname(),
         "user": _user(),
     }
-
-
-def _start_ticks() -> int:
-    # The second field, the command's name in brackets, may hold anything; the 22nd is the start.
-    rest = _read("/proc/self/stat").rpartition(")")[2].split()
-    return int(rest[19]) if len(rest) > 19 else 0
 
 
 def _user() -> str:
@@ -74,12 +67,6 @@ def _user() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return str(os.getuid())
-
-
-def _read(path: str) -> str:
-    with suppress(OSError):
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    return ""
 
 
 def site_record(plan: Plan, host: str, *, created: float, api: str, names: Sequence[str]) -> dict[str, Any]:

@@ -41,15 +41,20 @@ def launcher_alive(launcher: LauncherRef) -> bool | None:
 
     Two machines never share a boot id; two containers may, with pids of their own.
     """
-    here = _text(Path("/proc/sys/kernel/random/boot_id")).strip()
     hostname = _text(Path("/proc/sys/kernel/hostname")).strip()
-    if launcher.boot_id == here and start_ticks(launcher.pid) == launcher.start:
+    if launcher.boot_id == boot_id() and start_ticks(launcher.pid) == launcher.start:
         return True
     return False if launcher.hostname == hostname else None
 
 
+def boot_id() -> str:
+    """The kernel's boot id; empty when it cannot be read."""
+    return _text(Path("/proc/sys/kernel/random/boot_id")).strip()
+
+
 def start_ticks(pid: int) -> int | None:
     """When a process was started, in clock ticks since boot; None when it does not run (a zombie does not)."""
+    # The second field, the command's name in brackets, may hold anything; the 22nd is the start.
     fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return None if len(fields) < 20 or fields[0] in ("Z", "X") else int(fields[19])
 

@@ -35,12 +35,21 @@ class Start:
     created: float
     secrets: Secrets = field(default_factory=Secrets)
 
-    def on_host(self, session: Session, host: str, timeout: float = PATIENCE) -> None:
-        """Prepare the host and start its vLLM nodes. Raises CpuppError."""
+    def on_host(
+        self,
+        session: Session,
+        host: str,
+        timeout: float = PATIENCE,
+        request: Callable[[RankCommand], dict[str, Any]] | None = None,
+    ) -> None:
+        """Prepare the host and start its vLLM nodes. Raises CpuppError.
+
+        request: makes the `start` request of a command, where it is not that of a vLLM node.
+        """
         session.request("prepare", timeout=timeout, **prepare_request(self, host))
         for command in self.commands:
             if command.host == host:
-                session.request("start", timeout=timeout, **self.request(command))
+                session.request("start", timeout=timeout, **(request or self.request)(command))
 
     def request(self, command: RankCommand) -> dict[str, Any]:
         """The agent's `start` request of one vLLM node."""

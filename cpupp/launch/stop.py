@@ -37,8 +37,12 @@ def stop_hosts(
         for host, thread in threads.items()
         if thread.is_alive()
     }
-    away = {host: f"host {host} cannot be reached: its agent takes its ranks down by itself" for host in sorted(lost)}
+    away = {host: _unreachable(host) for host in sorted(lost)}
     return [text for host, text in {**slow, **words, **away}.items() if host not in clean]
+
+
+def _unreachable(host: str) -> str:
+    return f"host {host} cannot be reached: its agent takes its ranks down by itself"
 
 
 def _stop(host: str, session: Session, grace: float, words: dict[str, str]) -> None:
@@ -46,7 +50,7 @@ def _stop(host: str, session: Session, grace: float, words: dict[str, str]) -> N
         reply = session.request("stop", timeout=grace + STOP_SLACK, grace=grace)
     except CpuppError as error:
         if error.code == "HOST-LOST":
-            words[host] = f"host {host} cannot be reached: its agent takes its ranks down by itself"
+            words[host] = _unreachable(host)
         else:
             words[host] = f"perhaps, host {host}: {error.message}: its agent goes on by itself"
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from cpupp.errors import CpuppError
@@ -152,8 +152,7 @@ def place(
         own_kv=own_kv,
     )
     sizes, how = _choose(case)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    layers = tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    layers = _spans(sizes)
     weights = {s.rank: _weights(case.needs.weights, layers, s.stage) for s in grid.seats}
     kv = _plan_kv(case, layers, weights)
     return Placement(
@@ -199,6 +198,10 @@ def _even(spec: ClusterSpec, num_layers: int | None) -> Layers | None:
     if wanted is None and num_layers is None:
         return None
     sizes = tuple(wanted) if wanted is not None else even_split(num_layers or 0, spec.parallel.pipeline)
+    return _spans(sizes)
+
+
+def _spans(sizes: tuple[int, ...]) -> Layers:
     return tuple((sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes)))
 
 
@@ -219,8 +222,7 @@ def _choose(case: _Case) -> tuple[tuple[int, ...], str]:
         return even, f"vLLM's even split: no other is {WORTH_IT - 1:.0%} faster, by {by}"
     if found is not None:
         return found, f"the slowest stage is as fast as it can be, by {by}"
-    free = Problem(read=problem.read, held=problem.held, kv=problem.kv, stages=problem.stages, rooms=())
-    return solve(free) or even, "no split fits the memory"
+    return solve(replace(problem, rooms=())) or even, "no split fits the memory"
 
 
 def _is_as_good(problem: Problem, even: tuple[int, ...], found: tuple[int, ...]) -> bool:

@@ -31,6 +31,8 @@ from .agent_outbox import Outbox
 from .agent_request import RequestError, Requests
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .agent_rare import Rare
 
 PROTOCOL = 1
@@ -153,8 +155,7 @@ class Agent:
         """Make one HTTP request. own_port: only when what listens there was started by this agent, and nothing else."""
         port = request.get("own_port")
         if port:
-            ours = agent_proc.descendants([os.getpid()], agent_proc.process_table())
-            holder = agent_net.stranger(port, ours)
+            holder = agent_net.stranger(port, _own_processes())
             if holder:
                 raise RequestError("API-STRANGER", f"port {port} is held by {holder}, which is not of this run")
         return http(request)
@@ -162,6 +163,11 @@ class Agent:
     def run_stop(self, request: dict[str, Any]) -> dict[str, Any]:
         """End a run on this host, this agent's own or another's."""
         return agent_runs.run_stop(request, self.attempt.site, lambda grace_s: self.attempt.stop(grace_s, DRAIN_S))
+
+
+def _own_processes() -> Iterator[int]:
+    # A generator: /proc is walked only when somebody listens, not at every question of a start.
+    yield from agent_proc.descendants([os.getpid()], agent_proc.process_table())
 
 
 def _sweep() -> None:

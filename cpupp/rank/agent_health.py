@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from . import agent_engine, agent_leftovers, agent_model, agent_proc, agent_site
+from . import agent_engine, agent_leftovers, agent_model, agent_probe, agent_proc, agent_site
 
 if TYPE_CHECKING:
     from .agent_children import Children
@@ -42,7 +42,7 @@ COMPARED = (
 def health_facts(request: dict[str, Any], children: Children) -> dict[str, Any]:
     """Return the HealthFacts mapping. preloads: libraries to try; model_path, engine_python: as for the probe."""
     folder = agent_model.find_model(request["model_path"])
-    memory = _numbers("/proc/meminfo")
+    memory = agent_probe.meminfo("/proc/meminfo")
     return {
         "glibc": _glibc(),
         "build": _build(os.path.expanduser(request["engine_python"]), children),
@@ -104,7 +104,7 @@ def governors() -> list[str]:
 def shm_mount() -> tuple[str, list[str]]:
     """Return the type of the file system at /dev/shm and the options of its mount."""
     found: tuple[str, list[str]] = ("", [])
-    for line in (_read("/proc/self/mountinfo") or "").splitlines():
+    for line in _read("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
         if fields[4] == agent_proc.SHM:  # the last one lies on top
@@ -200,13 +200,5 @@ def _chosen(text: str) -> str:
     return match[1] if match else text
 
 
-def _numbers(path: str) -> dict[str, int]:
-    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", _read(path), re.MULTILINE)}
-
-
 def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return agent_probe.read_text(path) or ""

@@ -97,7 +97,7 @@ def host_facts(request: dict[str, Any], nonces: Nonces, children: Children) -> d
     nonce = request.get("nonce")
     if nonce:
         nonces.write(nonce["name"], nonce["value"])
-    memory = _meminfo("/proc/meminfo")
+    memory = meminfo("/proc/meminfo")
     connection = os.environ.get("SSH_CONNECTION", "").split()
     limits = request.get("free_port_range")
     return {
@@ -193,7 +193,7 @@ def numa_facts() -> list[dict[str, int]]:
         return []
     found = []
     for node in nodes:
-        memory = _meminfo(f"{NODE}/node{node}/meminfo")
+        memory = meminfo(f"{NODE}/node{node}/meminfo")
         total, free = memory.get("MemTotal", 0), memory.get("MemFree", 0)
         if total:
             found.append({"node": node, "memory_total": total, "memory_free": free})
@@ -217,11 +217,14 @@ def cpu_quota() -> float | None:
     quotas = []
     for folder in cgroup_folders("cpu"):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-            text = _read(f"{folder}/cpu.max") or ""
+            text = read_text(f"{folder}/cpu.max") or ""
             if text:
                 quota, period = text.split()
             else:
-                quota, period = _read(f"{folder}/cpu.cfs_quota_us") or "max", _read(f"{folder}/cpu.cfs_period_us") or ""
+                quota, period = (
+                    read_text(f"{folder}/cpu.cfs_quota_us") or "max",
+                    read_text(f"{folder}/cpu.cfs_period_us") or "",
+                )
             if quota not in ("max", "-1"):
                 quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -231,7 +234,7 @@ def memory_limit() -> int | None:
     """Return the cgroup's memory limit in bytes, the least of all levels; None without one."""
     limits = []
     for folder in cgroup_folders("memory"):
-        text = _read(f"{folder}/memory.max") or _read(f"{folder}/memory.limit_in_bytes") or ""
+        text = read_text(f"{folder}/memory.max") or read_text(f"{folder}/memory.limit_in_bytes") or ""
         if text.isdigit() and int(text) < UNLIMITED:
             limits.append(int(text))
     return min(limits, default=None)
@@ -247,12 +250,12 @@ def memory_room(memory: dict[str, int]) -> int:
 def cgroup_folders(controller: str) -> list[str]:
     """Return this process's cgroup folder of the controller and all above it, in v1 and v2 hierarchies."""
     paths: dict[str, str] = {}
-    for line in (_read("/proc/self/cgroup") or "").splitlines():
+    for line in (read_text("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         for name in controllers.split(","):
             paths[name] = path
     found = []
-    for line in (_read("/proc/self/mountinfo") or "").splitlines():
+    for line in (read_text("/proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
         if kind[0] == "cgroup2":
@@ -273,9 +276,10 @@ def cgroup_folders(controller: str) -> list[str]:
     return found
 
 
-def _meminfo(path: str) -> dict[str, int]:
+def meminfo(path: str) -> dict[str, int]:
+    """Return the sizes in a meminfo file of the kernel or of a NUMA node, in bytes."""
     found = {}
-    for line in (_read(path) or "").splitlines():
+    for line in (read_text(path) or "").splitlines():
         # `MemTotal:  123 kB`, in a node's file `Node 0 MemTotal:  123 kB`
         match = re.search(r"(\w+):\s+(\d+) kB", line)
         if match:
@@ -284,11 +288,12 @@ def _meminfo(path: str) -> dict[str, int]:
 
 
 def _number(path: str, default: int) -> int:
-    text = (_read(path) or "").strip()
+    text = (read_text(path) or "").strip()
     return int(text) if text.isdigit() else default
 
 
-def _read(path: str) -> str | None:
+def read_text(path: str) -> str | None:
+    """Return a file's text without blanks around it, None when it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
