@@ -14,6 +14,7 @@ from cpupp.plan.status import RankStatus, RunStatus
 from cpupp.render import Page, forget, visible
 from cpupp.render_launch import failure_data, show_failure
 from cpupp.render_sizes import count, gib, ranges
+from cpupp.render_steps import step_data, step_text
 
 if TYPE_CHECKING:
     from cpupp.launch.run_stop import StopResult
@@ -121,7 +122,8 @@ def status_page(status: RunStatus, width: int) -> Page:
         page.line(f"  kept  {run.folder}", "dim")
     page.line()
     page.table(
-        ("rank", "stage", "host", "state", "pid", "CPU", "RSS", "last output"), [_rank_row(r) for r in status.ranks]
+        ("rank", "stage", "host", "state", "pid", "CPU", "RSS", "last output", "decode step"),
+        [_rank_row(r) for r in status.ranks],
     )
     for answer in status.unreachable:
         page.prose(f"{answer.host}: {answer.error}", indent="", hang="not reached: ", style="yellow")
@@ -176,6 +178,7 @@ def _rank_row(rank: RankStatus) -> tuple[str, ...]:
         "" if rank.cpu is None else f"{rank.cpu:.0%}",
         "" if rank.rss is None else _size(rank.rss),
         "" if rank.log_age is None else f"{span(rank.log_age)} ago",
+        "" if rank.decode is None else step_text(rank.decode),
     )
 
 
@@ -213,6 +216,7 @@ def _rank_data(rank: RankStatus) -> dict[str, Any]:
         "cpu": None if rank.cpu is None else round(rank.cpu, 3),
         "rss_bytes": rank.rss,
         "log_age_seconds": None if rank.log_age is None else round(rank.log_age, 1),
+        "decode_step": step_data(rank.decode),
     }
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cpupp.plan.steps import RankSteps, read_rank_steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
@@ -56,7 +58,8 @@ class Site:
     """One attempt of one run on one host, running or kept after its end.
 
     record: what the launcher left there for whoever asks; time: when its state was written, 0 when it never was;
-    held: some process of it lives; ended: the record that a detached run keeps after its end.
+    held: some process of it lives; ended: the record that a detached run keeps after its end; steps: by rank, of those
+    whose workers count.
     """
 
     host: str
@@ -70,6 +73,7 @@ class Site:
     nodes: Mapping[int, NodeReport] = field(default_factory=dict)
     held: bool = False
     ended: bool = False
+    steps: Mapping[int, RankSteps] = field(default_factory=dict)
 
     @property
     def cluster(self) -> str:
@@ -104,6 +108,7 @@ def _site(item: Mapping[str, Any]) -> Site:
         nodes={node.node: node for node in nodes},
         held=bool(item.get("held")),
         ended=bool(item.get("ended")),
+        steps=read_rank_steps(item.get("steps")),
     )
 
 

@@ -11,6 +11,7 @@ from cpupp.plan.hoststate import HostFailure, NodeReport, Process, Site
 from cpupp.plan.metrics import Load, Speed, speed
 from cpupp.plan.runs import Run
 from cpupp.plan.runstate import RunState
+from cpupp.plan.steps import StepSplit, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class HostAnswer:
 class RankStatus:
     """One rank. alive is None when its host cannot be asked; cpu is in cores (1.0: one core busy), rss in bytes.
 
-    log_age: seconds since its vLLM node wrote its last line.
+    log_age: seconds since its vLLM node wrote its last line; decode: its decode steps between the two looks.
     """
 
     place: RankPlace
@@ -50,6 +51,7 @@ class RankStatus:
     cpu: float | None = None
     rss: int | None = None
     log_age: float | None = None
+    decode: StepSplit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +240,14 @@ def _rank(
         cpu=_cpu(place, before.get(place.host), site, process),
         rss=process.rss if process is not None else node.rss if single else None,
         log_age=age,
+        decode=_decode(place, before.get(place.host), site),
     )
+
+
+def _decode(place: RankPlace, before: Site | None, after: Site) -> StepSplit | None:
+    """The average decode step between two looks at the host."""
+    now, earlier = after.steps.get(place.rank), None if before is None else before.steps.get(place.rank)
+    return None if now is None or earlier is None else split(now.since(earlier).decode)
 
 
 def _log_age(place: RankPlace, before: Site | None, after: Site) -> float | None:

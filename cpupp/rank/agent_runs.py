@@ -11,7 +11,7 @@ import signal
 import time
 from typing import Any, Callable, Iterator  # noqa: UP035  # Python 3.8 cannot subscript those of collections.abc
 
-from . import agent_logs, agent_proc, agent_records, agent_site
+from . import agent_logs, agent_proc, agent_records, agent_site, agent_steps
 from .agent_request import RequestError
 
 ANSWER_S = 3.0  # beyond the grace: what an agent gets before it is killed
@@ -64,7 +64,8 @@ def find(run: str | None = None, host: str | None = None) -> Iterator[Found]:
 def runs(own_site: str) -> list[dict[str, Any]]:
     """Describe every run here. own_site: the site of the agent that is asked.
 
-    held: something of it lives; ended: it is a kept record, and `result` says how it ended; mine: of this very agent.
+    held: something of it lives; ended: it is a kept record, and `result` says how it ended; mine: of this very agent;
+    steps: see agent_steps.read_steps.
     """
     return [
         {
@@ -74,6 +75,7 @@ def runs(own_site: str) -> list[dict[str, Any]]:
             "host": found.record.get("host"),
             "record": found.record,
             "state": agent_records.read_json(found.path, agent_records.STATE),
+            "steps": agent_steps.read_steps(found.path),
             "result": agent_records.read_json(found.path, agent_records.RESULT) if found.kept else None,
             "held": found.is_held,
             "ended": found.kept,

@@ -16,6 +16,7 @@ import torch
 
 from cpupp.rank.ring import CONTROL_BYTES, SLICE_SECONDS, PeerLostError, span
 from cpupp.rank.segments import Segment
+from cpupp.rank.step_clock import waits
 
 SLOT_BYTES = 2 << 20
 SPIN_ROUNDS = 1000
@@ -122,6 +123,7 @@ class Board:
             views = self._views[key] = [b[bounds].view(part.dtype) for b in self._bytes]
         return views
 
+    @waits
     def _wait(self, i: int) -> None:
         segment, due = self._segments[i], self._sequence
         words = segment.words

@@ -28,6 +28,7 @@ from cpupp.rank.ring import TIMEOUT_SECONDS, Ring
 from cpupp.rank.segments import Segment
 from cpupp.rank.shm_link import ShmLink
 from cpupp.rank.slices import Slicer, agree
+from cpupp.rank.step_clock import talks
 from cpupp.rank.wire import Wire
 
 logger = logging.getLogger("vllm.cpupp")  # below vLLM's own logger, which prints it
@@ -212,6 +213,7 @@ class Communicator:
 
     # Point to point
 
+    @talks
     def send_tensor_dict(self, items: Mapping[str, Any], target: int) -> None:
         """Send to the position `target`; returns before the receiver has it. Raises FrameError, PeerLostError."""
         if self._slicer is not None:
@@ -220,6 +222,7 @@ class Communicator:
         for link in self._gloo_links:
             link.expect()  # while the frame is on its way, this costs nobody time
 
+    @talks
     def recv_tensor_dict(self, source: int) -> dict[str, Any]:
         """Receive the next dict from the position `source`. Raises FrameError, PeerLostError."""
         items = self._link(source).recv()
@@ -239,6 +242,7 @@ class Communicator:
 
     # Collectives
 
+    @talks
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over the group, in place."""
         if tensor.is_contiguous():
@@ -248,12 +252,14 @@ class Communicator:
         self._collectives.all_reduce(dense)
         tensor.copy_(dense)
 
+    @talks
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Concatenate the equally shaped tensors of all ranks along `dim`; equal to torch.cat of them."""
         out, parts = self._parts(tensor, dim)
         self._collectives.all_gather(tensor.contiguous(), parts)
         return out
 
+    @talks
     def gather(self, tensor: torch.Tensor, target: int, dim: int) -> torch.Tensor | None:
         """As `all_gather`, on the position `target` alone; None elsewhere."""
         if self.position != target:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, SEQUENCE, FrameCodec, FrameError, Header
 from cpupp.rank.reused import MAX_REUSED, ReusedMemory, holders, settled
 from cpupp.rank.ring import PeerLostError
+from cpupp.rank.step_clock import waits
 
 TAG = 0x6370  # apart from tag 0, which vLLM's own send and recv use on the same group
 PARTS_TAG = 0x636F  # apart again: a tensor must not run into the inbox that waits for the next header
@@ -96,7 +97,7 @@ class GlooLink:
         ready = self._prepare()
         inbox, posted = self._posted.popleft()
         self._ready = None
-        self._wait(posted, self._decoder.link)
+        self._wait_for_peer(posted, self._decoder.link)
         header = None if ready is None else self._decoder.again(inbox.bytes, ready.header)
         if ready is None or header is None:
             header = self._header(inbox)
@@ -149,7 +150,7 @@ class GlooLink:
         # Not is_completed(): gloo can report completion while it still reads the buffer.
         message, works, _ = self._in_flight[0]
         for work in works:
-            self._wait(work, self._encoder.link)
+            self._wait_for_peer(work, self._encoder.link)
         self._in_flight.popleft()
         self._free.append(message)
 
@@ -177,6 +178,10 @@ class GlooLink:
             return self._group.recv([tensor], self._peer, tag)
         except RuntimeError as error:
             raise PeerLostError(self._decoder.link, str(error)) from error
+
+    @waits
+    def _wait_for_peer(self, work: dist.Work, link: str) -> None:
+        self._wait(work, link)
 
     @staticmethod
     def _wait(work: dist.Work, link: str) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.rank.segments import Segment
+from cpupp.rank.step_clock import waits
 
 CONTROL_BYTES = 4096
 _HEAD, _TAIL = 0, 8  # 64-bit words; a cache line (and more) apart
@@ -133,6 +134,7 @@ class Ring:
         """Wait until the writer has written more. Raises PeerLostError (dead, or `deadline` passed)."""
         self._wait(_HEAD, self._tail, deadline, None)
 
+    @waits
     def _wait(self, word: int, blocked: int, deadline: float, meanwhile: Callable[[], bool] | None) -> None:
         words = self.segment.words
         for _ in range(SPIN_ROUNDS):

@@ -24,6 +24,7 @@ from cpupp.rank import graph_ops
 from cpupp.rank.announce import append_error, append_report
 from cpupp.rank.beat import start_beat
 from cpupp.rank.communicator import Communicator
+from cpupp.rank.vllm_steps import count_steps
 
 # vLLM makes the TP group before the PP group, in every version.
 _tensor_group: Communicator | None = None
@@ -55,9 +56,12 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
         self.unique_name = unique_name
         self.links: Communicator | None = None
         cure_compiled_loading()
-        if not ours or self.world_size == 1:
+        if not ours:
             return
         handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
+        count_steps(handoff.reports, torch.distributed.get_rank())
+        if self.world_size == 1:
+            return
         try:
             if unique_name.startswith("pp"):
                 cure_eager_pipeline()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from cpupp.rank.frames import FrameError
 from cpupp.rank.ring import PeerLostError
+from cpupp.rank.step_clock import waits
 
 TAG = 0x6371  # apart from the links' tag
 SMALL_TAG = 0x6372
@@ -62,12 +63,16 @@ class Wire:
 
     def _receive(self, peer: int, box: _Mailbox, tensor: torch.Tensor) -> torch.Tensor:
         posted, box.posted = box.posted, None
-        self._finish(peer, posted)
+        self._wait(peer, posted)
         if box.length() != tensor.nbytes:
             raise FrameError(
                 self._link(peer), f"{box.length()} bytes arrived in a collective, {tensor.nbytes} were due"
             )
         return box.received(tensor)
+
+    @waits
+    def _wait(self, peer: int, work: dist.Work | None) -> None:
+        self._finish(peer, work)
 
     def _finish(self, peer: int, work: dist.Work | None) -> None:
         if work is not None:

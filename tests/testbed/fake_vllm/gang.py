@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from cpupp.rank.step_clock import CLOCK
+
 CONNECT_EVERY_S = 0.05
 Say = Callable[[str, str], None]
 
@@ -129,7 +131,9 @@ class Member:
         """Take part in every step. Raises OSError when rank 0 is lost."""
         while True:
             self._line.receive()
+            CLOCK.step(1, 1)
             time.sleep(step_s)
+            CLOCK.pause()
             self._line.send({"done": self.rank})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from cpupp.plan.handoff import GroupReport, RankHandoff
 from cpupp.rank.announce import append_report
 from cpupp.rank.beat import Beat
+from cpupp.rank.step_clock import CLOCK
 
 from .gang import Line, Master, Member, Store
 from .script import Script, forever
@@ -55,6 +56,7 @@ def run(script: Script, place: Place, handoff: RankHandoff | None, steps: socket
         member = Member(place.master, place.rank)
     table = member.join()
     if handoff is not None and handoff.mode != "stock":
+        CLOCK.open(os.path.dirname(handoff.reports), place.rank)  # noqa: PTH120
         for kind, ranks in place.groups():
             append_report(handoff.reports, announcement(place.rank, kind, ranks, table, handoff))
         if place.local_rank == 0 and place.num_nodes > 1:
@@ -90,7 +92,10 @@ def serve_steps(script: Script, master: Master, steps: Line) -> None:
     try:
         while True:
             steps.receive()
-            if master.step():
+            CLOCK.step(1, 1)
+            done = master.step()
+            CLOCK.pause()
+            if done:
                 steps.send({"done": 1})
             elif script.on_lost == "hang":
                 forever()
