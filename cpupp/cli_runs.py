@@ -203,45 +203,43 @@ def _logs(
 def _stop(
     caught: Signals, root: Path, wanted: str | None, file: str | None, *, everything: bool, grace: float, as_json: bool
 ) -> None:
-    from cpupp.render import page_width, print_envelope, write
+    from cpupp.render import page_width, print_envelope, print_errors, write
     from cpupp.render_runs import stop_data, stop_errors, stop_exit, stop_page
 
     def tell(text: str) -> None:
         write(sys.stderr, text + "\n")
 
+    failed: list[CpuppError] = []  # runs of which nothing can be said but why
     if everything:
-        from cpupp.launch.run_stop import is_over
-        from cpupp.launch.runs import all_runs
-
-        runs = [run for run in all_runs(root) if not is_over(run)]
-        results = caught.wait(lambda: _stop_each(runs, root, grace, tell))
+        results, failed = caught.wait(lambda: _stop_each(root, grace, tell))
     else:
         results = caught.wait(lambda: _stop_one(root, wanted, file, grace, tell))
-    code = stop_exit(results)
+    code = failed[0].exit_code if failed else stop_exit(results)
     if as_json:
-        errors = [error for result in results for error in stop_errors(result)]
+        errors = failed + [error for result in results for error in stop_errors(result)]
         print_envelope("stop", ok=code == 0, data={"runs": [stop_data(result) for result in results]}, errors=errors)
     else:
         for result in results:
             stop_page(result, page_width(sys.stdout)).show(sys.stdout)
-        if not results:
+        if not results and not failed:
             tell("nothing to stop")
+        print_errors(failed)
     raise typer.Exit(int(code))
 
 
-def _stop_each(runs: list[Run], root: Path, grace: float, tell: Callable[[str], None]) -> list[StopResult]:
+def _stop_each(root: Path, grace: float, tell: Callable[[str], None]) -> tuple[list[StopResult], list[CpuppError]]:
+    """Stop every run that is not over; return what came of those that could be tried, and why others could not."""
     from cpupp.launch.run_hosts import hosts_of, spec_of
-    from cpupp.launch.run_stop import stop_run
+    from cpupp.launch.run_stop import is_over, stop_run
+    from cpupp.launch.runs import all_runs
     from cpupp.launch.session import run_all
 
     def one(run: Run) -> StopResult:
         with hosts_of(spec_of(run)) as hosts:
             return stop_run(run, lambda: hosts, root, grace=grace, tell=tell)
 
-    done, errors = run_all({run.run: partial(one, run) for run in runs})
-    if errors:
-        raise errors[0]
-    return list(done.values())
+    done, errors = run_all({run.run: partial(one, run) for run in all_runs(root) if not is_over(run)})
+    return list(done.values()), errors
 
 
 def _stop_one(

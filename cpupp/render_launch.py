@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -78,7 +79,7 @@ class LaunchView:
         page = Page(page_width(self._stream))
         page.line()
         page.line(f"ready after {ready.seconds:.1f} s: {ready.model} at {ready.url}", "bold green")
-        page.line(f"  {curl_line(ready.url, ready.model, needs_key=ready.needs_key)}")
+        page.line(f"  {curl_line(ready.url, ready.model, key_source=ready.key_source)}")
         if not ready.stays:
             page.line("  Ctrl-C stops all vLLM nodes")
         page.line()
@@ -162,15 +163,28 @@ def _start_live(stream: TextIO, table: Any) -> Live:
     return live
 
 
-def curl_line(url: str, model: str, *, needs_key: bool = False) -> str:
+def curl_line(url: str, model: str, *, key_source: str = "") -> str:
     """A command that asks the served model one question. The API's key is left to the reader's shell."""
     import json
     import shlex
 
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
-    key = '-H "Authorization: Bearer $VLLM_API_KEY" ' if needs_key else ""
+    key = f'-H "Authorization: Bearer {_key_words(key_source)}" ' if key_source else ""
     content = "-H 'Content-Type: application/json'"
     return f"curl {shlex.quote(url + '/chat/completions')} {key}{content} -d {shlex.quote(body)}"
+
+
+def _key_words(source: str) -> str:
+    """Shell words, inside double quotes, that are the API's key."""
+    import shlex
+
+    from cpupp.plan.secret import API_KEY_ENV
+
+    kind, _, place = source.partition(":")
+    if kind == "file":
+        home = "~/" if place.startswith("~/") else ""
+        return f"$(head -n 1 {home}{shlex.quote(place.removeprefix(home))})"
+    return f"${place if kind == 'env' else API_KEY_ENV}"
 
 
 def result_page(result: RunResult, width: int) -> Page:
@@ -303,7 +317,10 @@ def failure_data(failure: Failure) -> dict[str, Any]:
 
 
 def result_errors(result: RunResult) -> list[CpuppError]:
-    """The failures as errors of the envelope, the first one first."""
+    """The failures as errors of the envelope, the first one first; of an interrupted run, that it was interrupted."""
+    if result.outcome == "interrupted":
+        name = signal.Signals(result.exit_code - 128).name
+        return [CpuppError("INTERRUPTED", f"interrupted by {name}: the run was stopped", where="launcher")]
     failures = [result.first_failure, *result.consequences] if result.first_failure is not None else []
     return [
         CpuppError(failure.code, failure.message, hint=failure.hint, where=_who(failure))

@@ -28,13 +28,13 @@ class Session(Protocol):
 class Ready:
     """What the user is told when the model serves: the API's base URL, the model's name, seconds since launch.
 
-    needs_key: the API answers only to those who have its key; stays: it will go on without this launcher.
+    key_source: of the API's key, see plan/secret.py; stays: it will go on without this launcher.
     """
 
     url: str
     model: str
     seconds: float
-    needs_key: bool = False
+    key_source: str = ""
     stays: bool = False
 
 

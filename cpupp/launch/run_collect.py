@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,10 @@ def _size(log: FileLog) -> int:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Keep a second `cpupp stop` of the same run from appending to the same logs. Raises CpuppError STATE-FOLDER."""
+    """Keep a second `cpupp stop` of the same run from appending to the same logs. Raises CpuppError STATE-FOLDER.
+
+    The file stays: whoever waits for it when it is removed gets a lock that the next one, with a new file, never sees.
+    """
     with making(folder):
         private_folder(folder)
         descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -80,8 +83,6 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        with suppress(OSError):
-            (folder / LOCK).unlink()
         os.close(descriptor)
 
 

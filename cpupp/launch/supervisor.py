@@ -274,7 +274,7 @@ class Supervisor:
             url=public_url(self.plan),
             model=self.plan.served_name,
             seconds=seconds,
-            needs_key=self.plan.needs_key,
+            key_source=self.plan.key_source,
             stays=self.options.detach,
         )
         self.view.ready(ready)

@@ -23,7 +23,7 @@ from cpupp.plan.partition import GIB
 from cpupp.plan.placement import KvPlan, Placement, Prediction, place
 from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
 from cpupp.plan.restart import Restart
-from cpupp.plan.secret import has_api_key, secret_sources
+from cpupp.plan.secret import key_source, secret_sources
 from cpupp.plan.shm_room import hosts_without_room
 from cpupp.plan.threads import CorePlan, plan_cores
 
@@ -88,7 +88,7 @@ class Plan:
     """The whole plan. machines: host names that share memory; assumed: what was not observed but taken as given.
 
     details: of each of `groups`.
-    needs_key: the API answers only to those who have its key; keep_env: see EngineSpec.
+    key_source: of the API's key, see plan/secret.py; keep_env: see EngineSpec.
     deadlines: seconds for each phase of the start, by the key of the cluster file.
     """
 
@@ -113,7 +113,7 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     details: tuple[GroupDetail, ...]
     args: dict[str, object]
-    needs_key: bool
+    key_source: str
     keep_env: tuple[str, ...]
     deadlines: dict[str, float]
     restart: Restart
@@ -174,7 +174,7 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         groups=groups,
         details=group_details(spec, grid, facts),
         args=dict(spec.engine.args),
-        needs_key=has_api_key(spec),
+        key_source=key_source(spec),
         keep_env=tuple(spec.engine.keep_env),
         deadlines=spec.deadlines.model_dump(by_alias=True),
         restart=Restart(policy=spec.restart.policy, max=spec.restart.max, backoff=spec.restart.backoff),

@@ -14,6 +14,7 @@ from cpupp.plan.secret_source import normal_source
 
 API_KEY_ENV = "VLLM_API_KEY"
 API_KEY_ARG = "api_key"
+LITERAL = "literal"
 _WORD = re.compile(r"(TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|^KEYS?)$")
 _ABOUT = {"FILE", "PATH", "DIR", "NAME", "ID", "TYPE", "LEN", "LENGTH", "SIZE"}
 
@@ -39,11 +40,19 @@ def api_key_source(text: str) -> str:
     return text if text.startswith(("env:", "file:")) else f"env:{text}"
 
 
+def key_source(spec: ClusterSpec) -> str:
+    """Where the API's key comes from: a source, `literal` when the cluster file has the key, empty when it has none."""
+    head = spec.hosts[0]
+    if any(api_key_args(spec.engine.args)):  # goes before any variable in vLLM
+        return LITERAL
+    if source := secret_sources(spec, head).get(API_KEY_ENV):
+        return source
+    return LITERAL if {**spec.engine.env, **head.engine.env}.get(API_KEY_ENV) else ""
+
+
 def has_api_key(spec: ClusterSpec) -> bool:
     """Whether the API asks for a key, wherever it comes from."""
-    head = spec.hosts[0]
-    given = {**spec.engine.env, **head.engine.env, **spec.engine.secrets, **head.engine.secrets}
-    return bool(spec.serve.api_key_env or given.get(API_KEY_ENV) or any(api_key_args(spec.engine.args)))
+    return key_source(spec) != ""
 
 
 def api_key_args(args: Mapping[str, object]) -> list[str]:

@@ -91,6 +91,22 @@ def test_what_a_failed_run_keeps_on_its_hosts_is_fetched_by_stop_all(state: Path
     assert "nothing to stop" not in done.stderr
 
 
+def test_a_run_that_cannot_even_be_tried_does_not_hide_the_others(state: Path) -> None:
+    record = next(state.glob("cpupp/runs/*/run.json"))
+    live = record.read_text().replace('"detached": false', '"detached": true')
+    record.write_text(live)
+    other = state / "cpupp" / "runs" / "other"
+    other.mkdir()
+    damaged = {**json.loads(live), "run": "1129-000000-dead", "hosts": []}
+    (other / "run.json").write_text(json.dumps(damaged))
+    done = cpupp(state, "stop", "--all", "--json")
+    answer = envelope(done)
+    assert [found["run"] for found in answer["data"]["runs"]] == [RUN]
+    assert {error["code"] for error in answer["errors"]} == {"RUN-HOSTS", "HOST-UNREACHABLE"}
+    assert not answer["ok"]
+    assert "names no hosts" in cpupp(state, "stop", "--all").stderr
+
+
 def test_logs_are_lines_for_people(state: Path) -> None:
     assert cpupp(state, "logs").stdout == "[a 0] first line\n[a 0] second \\udcff line\n[a 0] last\n"
     assert cpupp(state, "logs", "-f", "--grep", "^last").stdout == "[a 0] last\n"

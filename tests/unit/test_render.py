@@ -23,7 +23,7 @@ from cpupp.plan.restart import Attempt
 from cpupp.printer import MAX_WAITING, Printer
 from cpupp.render import Page, error_page, flat, page_width, visible
 from cpupp.render_groups import link_bundles
-from cpupp.render_launch import LaunchView, result_data, result_page
+from cpupp.render_launch import LaunchView, curl_line, result_data, result_errors, result_page
 from cpupp.render_sizes import gib, ranges
 from tests.unit.factory import cluster, machines
 
@@ -140,6 +140,36 @@ def test_ready_shows_the_endpoint_and_a_curl_line() -> None:
         "  curl http://10.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '"
     )
     assert """{"model": "it'"'"'s", """ in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("env:MY_KEY", "$MY_KEY"),
+        ("literal", "$VLLM_API_KEY"),
+        ("file:/etc/a key", "$(head -n 1 '/etc/a key')"),
+        ("file:~/my key", "$(head -n 1 ~/'my key')"),
+    ],
+)
+def test_the_curl_line_takes_the_api_s_key_from_where_it_is(source: str, words: str) -> None:
+    line = curl_line("http://a:8000/v1", "m", key_source=source)
+    assert f' -H "Authorization: Bearer {words}" ' in line
+    assert "Authorization" not in curl_line("http://a:8000/v1", "m")
+
+
+def test_an_interrupted_run_is_an_error_of_the_envelope(tmp_path: Path) -> None:
+    result = RunResult(
+        outcome="interrupted",
+        exit_code=143,
+        first_failure=None,
+        consequences=(),
+        answer=None,
+        folder=tmp_path,
+        ready_seconds=None,
+        leftovers=(),
+    )
+    (error,) = result_errors(result)
+    assert (error.code, error.message) == ("INTERRUPTED", "interrupted by SIGTERM: the run was stopped")
 
 
 def test_a_terminal_shows_what_each_rank_does() -> None:

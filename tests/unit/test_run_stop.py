@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 
 from cpupp.errors import CpuppError
 from cpupp.launch import run_stop
-from cpupp.launch.run_collect import one_at_a_time
+from cpupp.launch.run_collect import LOCK, one_at_a_time
 from cpupp.launch.run_find import find
 from cpupp.launch.run_hosts import spec_of
 from cpupp.launch.run_stop import StopResult, end_launcher, is_over, stop_run
@@ -114,6 +117,25 @@ def test_what_another_stop_has_fetched_meanwhile_is_no_fault(tmp_path: Path, mon
     assert (result.run.state, result.missing, result.stuck) == (RunState.STOPPED, (), ())
     assert (folder / "logs" / "node-0-a.log").read_bytes() == hosts[0].log
     assert stop_exit([result]) == 0
+
+
+def test_the_one_that_waits_keeps_the_next_out(tmp_path: Path) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with one_at_a_time(tmp_path):
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=second)
+    with one_at_a_time(tmp_path):
+        thread.start()
+        time.sleep(0.05)  # it waits for the lock; when it does not yet, the test shows less and still holds
+    assert inside.wait(30)
+    with (tmp_path / LOCK).open() as third, pytest.raises(BlockingIOError):
+        fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    leave.set()
+    thread.join()
 
 
 def test_a_host_that_is_down_is_named_and_finished_later(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from cpupp.launch.secret import Secrets, read_secrets
 from cpupp.launch.site import start_request
 from cpupp.plan.command import make_commands
 from cpupp.plan.plan import make_plan
-from cpupp.plan.secret import literal_secrets, literal_warnings, looks_secret
+from cpupp.plan.secret import key_source, literal_secrets, literal_warnings, looks_secret
 from cpupp.plan.shown import SHOWN, shown_command, shown_plan
 from cpupp.rank import agent_mask
 from cpupp.render_plan import plan_data, plan_page
@@ -170,6 +170,21 @@ def test_no_secret_is_in_a_plan() -> None:
         "k3y",
         KEY,
     }
+
+
+@pytest.mark.parametrize(
+    ("values", "source"),
+    [
+        ({}, ""),
+        ({"serve": {"api_key_env": "MY_KEY"}}, "env:MY_KEY"),
+        ({"serve": {"api_key_env": "file:~/key"}}, "file:~/key"),
+        ({"engine": {"secrets": {"VLLM_API_KEY": "env"}}}, "env:VLLM_API_KEY"),
+        ({"engine": {"env": {"VLLM_API_KEY": KEY}}}, "literal"),
+        ({"engine": {"args": {"api-key": [KEY]}}, "serve": {"api_key_env": None}}, "literal"),
+    ],
+)
+def test_where_the_api_s_key_comes_from(values: dict[str, Any], source: str) -> None:
+    assert key_source(cluster({"name": "a"}, **values)) == source
 
 
 def test_what_the_file_holds_is_warned_of_with_the_way_out() -> None:
