@@ -273,7 +273,10 @@ def stop_page(result: StopResult, width: int) -> Page:
     for host in result.stuck:
         what = "; ".join([*([f"cannot be ended: {', '.join(host.left)}"] if host.left else []), host.error]).strip("; ")
         page.prose(f"{host.host}: {what}", hang="not done: ", style="yellow")
-    if result.missing or result.stuck:
+    if result.record_error is not None:
+        page.prose(str(result.record_error), hang="not recorded: ", style="yellow")
+        page.prose("the run is down; what its hosts kept of it is there still", hang="note: ")
+    if result.missing or result.stuck or result.record_error is not None:
         page.prose(f"run `cpupp stop {run.run}` again when that is mended: it does the rest", hang="hint: ")
     folders = {str(Path(path).parent) for host in result.hosts for path in host.logs}
     for folder in sorted(folders):
@@ -306,17 +309,19 @@ def stop_data(result: StopResult) -> dict[str, Any]:
 def stop_errors(result: StopResult) -> list[CpuppError]:
     """What could not be done."""
     missing = [CpuppError("HOST-UNREACHABLE", h.error, hint=h.hint, where=h.host) for h in result.missing]
-    return missing + [
+    stuck = [
         CpuppError("STOP-STUCK", h.error or f"cannot be ended: {', '.join(h.left)}", hint=h.hint, where=h.host)
         for h in result.stuck
     ]
+    return missing + stuck + ([result.record_error] if result.record_error is not None else [])
 
 
 def stop_exit(results: Sequence[StopResult]) -> ExitCode:
-    """5 when a host could not be reached, 1 when something could not be ended, 0 otherwise."""
+    """5 when a host could not be reached, 1 when something could not be ended or recorded, 0 otherwise."""
     if any(result.missing for result in results):
         return ExitCode.UNREACHABLE
-    return ExitCode.RANK_FAILED if any(result.stuck for result in results) else ExitCode.OK
+    left = any(result.stuck or result.record_error is not None for result in results)
+    return ExitCode.RANK_FAILED if left else ExitCode.OK
 
 
 # logs -----------------------------------------------------------------------------------------------------------------

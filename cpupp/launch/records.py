@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,33 @@ def new_run_id() -> str:
 class RunRecord:
     """One run's folder (0700): `run.json`, `spec.yaml`, `plan.json`, `events.ndjson`, `logs/`, `result.json`.
 
-    `mask` hides secrets in all of them.
+    `mask` hides secrets in all of them; `tell` gets, once, why something could not be written.
     """
 
-    def __init__(self, folder: Path, mask: Mask | None = None) -> None:
+    def __init__(self, folder: Path, mask: Mask | None = None, tell: Callable[[str], None] = lambda text: None) -> None:
         with making(folder):
             private_folder(folder)
             path = folder / "events.ndjson"
             self._events = open(path, "a", encoding="utf-8", buffering=1, opener=private)  # noqa: SIM115  # to the end
         self.folder = folder
         self._mask = mask or Mask()
+        self._tell = tell
+        self._told = False
         self.logs = folder / "logs"
 
-    def write(self, name: str, value: Any) -> None:
+    def write(self, name: str, value: Any, *, must: bool = False) -> None:
         """Write a JSON file (text and bytes as they are) atomically: temporary file, fsync, rename.
 
-        A full disk does not end the run.
+        A full disk does not end the run. Raises CpuppError STATE-FOLDER where the file must be written.
         """
-        with contextlib.suppress(OSError):
+        try:
             self._write(name, value)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                (self.folder / f"{name}.new").unlink(missing_ok=True)
+            if must:
+                raise _state_error(error, self.folder) from None
+            self._note(error)
 
     def _write(self, name: str, value: Any) -> None:
         if not isinstance(value, str | bytes):
@@ -65,9 +73,18 @@ class RunRecord:
 
     def event(self, kind: str, **data: Any) -> None:
         """Append one event with the wall clock. A full disk does not end the run."""
-        with contextlib.suppress(OSError, ValueError):
-            line = json.dumps({"time": time.time(), "event": kind, **data}, default=_plain)
+        line = json.dumps({"time": time.time(), "event": kind, **data}, default=_plain)
+        try:
             self._events.write(self._mask.text(line) + "\n")
+        except OSError as error:
+            self._note(error)
+        except ValueError:  # it is closed
+            return
+
+    def _note(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(f"the record of this run cannot be written, and lacks what happens now: {_words(error)}")
 
     def close(self) -> None:
         """Close the event file."""
@@ -77,13 +94,22 @@ class RunRecord:
 
 @contextlib.contextmanager
 def making(folder: Path) -> Iterator[None]:
-    """Tell an OSError of the body as what it is for the user: the run's folder cannot be made."""
+    """Tell an OSError of the body as what it is for the user: the run's folder cannot be written."""
     try:
         yield
     except OSError as error:
-        message = f"the run's folder cannot be made: {error.strerror} ({error.filename})"
-        hint = "set XDG_STATE_HOME to a folder that you can write; plans, events and logs of runs go there"
-        raise CpuppError("STATE-FOLDER", message, hint=hint, where=str(folder)) from None
+        raise _state_error(error, folder) from None
+
+
+def _state_error(error: OSError, folder: Path) -> CpuppError:
+    hint = "free some room there, or set XDG_STATE_HOME to a folder that you can write: plans, events and logs go there"
+    return CpuppError(
+        "STATE-FOLDER", f"the run's folder cannot be written: {_words(error)}", hint=hint, where=str(folder)
+    )
+
+
+def _words(error: OSError) -> str:
+    return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
 
 
 def _plain(value: Any) -> Any:

@@ -87,13 +87,16 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def settle(run: Run, folder: Path, state: RunState, failures: Sequence[Failure], *, whole: bool) -> None:
-    """Write into the record how the run ended. whole: everything that the hosts kept is in it now."""
+    """Write into the record how the run ended. whole: everything that the hosts kept is in it now.
+
+    Raises CpuppError STATE-FOLDER.
+    """
     record = RunRecord(folder)
     try:
         known = json_of(folder / "run.json")
         base = known if isinstance(known, dict) else _new_record(run)
         failure = {"failure": asdict(failures[0])} if failures else {}
-        record.write("run.json", {**base, **failure, "status": state, "attempt": run.attempt})
+        record.write("run.json", {**base, **failure, "status": state, "attempt": run.attempt}, must=True)
         if state.ended:
             result = result_of(run)
             first = result.get("first_failure") or (asdict(failures[0]) if failures else None)
@@ -104,7 +107,7 @@ def settle(run: Run, folder: Path, state: RunState, failures: Sequence[Failure],
                 "leftovers": [],
                 "collected": whole or bool(result.get("collected")),
             }
-            record.write("result.json", {**result, **ending})
+            record.write("result.json", {**result, **ending}, must=True)
         record.event("stop", state=state, whole=whole)
     finally:
         record.close()

@@ -22,7 +22,10 @@ class RunFile:
     """The run's `run.json`, rewritten atomically whenever something in it changes."""
 
     def __init__(self, record: RunRecord, plan: Plan, *, run: str, file: str) -> None:
-        """Write it for the first time. file: the cluster file's absolute path, empty when there is none."""
+        """Write it for the first time. file: the cluster file's absolute path, empty when there is none.
+
+        Raises CpuppError STATE-FOLDER: a run that no later command can find must not begin.
+        """
         self._record = record
         self.data: dict[str, Any] = {
             "run": run,
@@ -38,14 +41,14 @@ class RunFile:
             "url": public_url(plan),
             "served_name": plan.served_name,
         }
-        record.write(RUN_FILE, self.data)
+        record.write(RUN_FILE, self.data, must=True)
 
-    def update(self, **changes: Any) -> None:
-        """Set values; the file is written when that changes any."""
+    def update(self, *, must: bool = False, **changes: Any) -> None:
+        """Set values; the file is written when that changes any. Raises CpuppError STATE-FOLDER where it must be."""
         new = {**self.data, **changes}
         if new != self.data:
+            self._record.write(RUN_FILE, new, must=must)
             self.data = new
-            self._record.write(RUN_FILE, new)
 
 
 def launcher_identity() -> dict[str, Any]:

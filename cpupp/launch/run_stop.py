@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cpupp.errors import ExitCode
+from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch.run_collect import collect_logs, folder_of, one_at_a_time, settle
 from cpupp.launch.run_hosts import RunHosts
 from cpupp.launch.runs import first_failure, result_of, run_in, start_ticks
@@ -50,11 +50,15 @@ class HostStop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopResult:
-    """How a run was stopped. by: `launcher`, `hosts`, or `nobody` where it had ended already."""
+    """How a run was stopped. by: `launcher`, `hosts`, or `nobody` where it had ended already.
+
+    record_error: why the record lacks what the hosts kept; they keep it still.
+    """
 
     run: Run
     by: str
     hosts: tuple[HostStop, ...] = ()
+    record_error: CpuppError | None = None
 
     @property
     def missing(self) -> tuple[HostStop, ...]:
@@ -132,17 +136,34 @@ class _HostsStop:
         self.stops.update({name: HostStop(host=name, found=count, left=left) for name, (count, left) in found.items()})
         after = self._own(self._each(tuple(found), self._sites))
         kept = {name: site for name, site in after.items() if site.ended}
+        error = self._bring_to_end(kept, failures)
+        # What could not be written is not what is: the record may say that the run serves.
+        recorded = run_in(self.folder) if error is None else None
+        run = recorded or replace(self.run, state=self._state(failures))
+        hosts = tuple(self.stops[name] for name in self.hosts.names)
+        return StopResult(run=run, by="hosts", hosts=hosts, record_error=error)
+
+    def _bring_to_end(self, kept: Mapping[str, Site], failures: Sequence[Failure]) -> CpuppError | None:
+        """Fetch what the hosts keep and write how the run ended; return why the record could not be written."""
         attached_elsewhere = self.run.launcher_alive is None and self.run.launcher is not None and not self.run.detached
-        if not attached_elsewhere and (kept or self.run.folder):
+        if attached_elsewhere or not (kept or self.run.folder):
+            return None
+        try:
             with one_at_a_time(self.folder):
                 # Another `cpupp stop` may have fetched everything and made the hosts forget it in the meantime.
                 latest = run_in(self.folder)
                 if latest is None or not is_over(latest):
-                    self._collect(kept)
+                    fetched = self._collect(kept)
                     state = self._state(failures)
                     settle(self.run, self.folder, state, failures, whole=state.ended)
-        run = run_in(self.folder) or replace(self.run, state=self._state(failures))
-        return StopResult(run=run, by="hosts", hosts=tuple(self.stops[name] for name in self.hosts.names))
+                    # Last: what is not in a record that says so must still be somewhere.
+                    if fetched:
+                        self._each(tuple(kept), lambda name: self.hosts.ask(name, "run_forget", run=self.run.run))
+                    if self._state(failures) is not state:
+                        settle(self.run, self.folder, self._state(failures), failures, whole=False)
+        except CpuppError as error:
+            return error
+        return None
 
     def _each(self, names: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
         """Do something for every host at once; those that fail are noted and left out."""
@@ -174,16 +195,19 @@ class _HostsStop:
             return [known] if known is not None else []
         return host_failures(self._own(before))
 
-    def _collect(self, kept: Mapping[str, Site]) -> None:
+    def _collect(self, kept: Mapping[str, Site]) -> bool:
+        """Fetch the logs that the hosts keep; return whether all came.
+
+        One machine may be several hosts of the run, and it forgets them all at once.
+        """
+
         def one(name: str) -> tuple[str, ...]:
             return tuple(collect_logs(self.run, self.folder, kept[name], self.hosts))
 
         logs = self._each(tuple(kept), one)
         for name, paths in logs.items():
             self.stops[name] = replace(self.stops[name], logs=paths)
-        # One machine may be several hosts of the run, and it forgets them all at once.
-        if len(logs) == len(kept):
-            self._each(tuple(kept), lambda name: self.hosts.ask(name, "run_forget", run=self.run.run))
+        return len(logs) == len(kept)
 
     def _state(self, failures: Sequence[Failure]) -> RunState:
         if any(stop.error or stop.left for stop in self.stops.values()):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cpupp.errors import CpuppError
 from cpupp.plan.failures import Failure
 from cpupp.plan.runs import LauncherRef, Run, read_run
 from cpupp.plan.runstate import RunState
@@ -17,12 +18,19 @@ LONGEST_LINE = 1 << 20
 
 
 def all_runs(root: Path) -> list[Run]:
-    """Every run with a readable record below `root`, the newest first. A run whose launcher is gone is `crashed`."""
-    found = []
-    for path in root.glob("*/run.json"):
-        run = run_in(path.parent)
-        if run is not None:
-            found.append(run)
+    """Every run with a readable record below `root`, the newest first. A run whose launcher is gone is `crashed`.
+
+    Raises CpuppError STATE-FOLDER where it cannot be read.
+    """
+    try:
+        folders = sorted(root.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        message = f"the records of runs cannot be read: {error.strerror} ({error.filename})"
+        hint = "set XDG_STATE_HOME to the folder below which they are, or give the cluster file: its hosts are asked"
+        raise CpuppError("STATE-FOLDER", message, hint=hint, where=str(root)) from None
+    found = [run for folder in folders if (run := run_in(folder)) is not None]
     return sorted(found, key=lambda run: run.started, reverse=True)
 
 

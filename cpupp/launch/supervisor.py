@@ -7,6 +7,7 @@ import time
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from cpupp.errors import CpuppError
 from cpupp.launch.actions import Actions
 from cpupp.launch.agent_events import AgentEvents
 from cpupp.launch.api import public_url
@@ -26,6 +27,7 @@ from cpupp.plan.events import (
     CheckHealth,
     Complete,
     Detach,
+    Detached,
     Event,
     Health,
     Interrupted,
@@ -69,7 +71,7 @@ class Supervisor:
         self.sessions = sessions
         self.options = options
         self.view = view
-        self.record = RunRecord(options.folder, options.secrets.mask)
+        self.record = RunRecord(options.folder, options.secrets.mask, view.note)
         self.run_file = RunFile(self.record, plan, run=options.run, file=options.file)
         self.started = options.started if options.started is not None else time.monotonic()
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
@@ -134,7 +136,7 @@ class Supervisor:
             self.run_file.update(detached=True, status=status_of(state), log_shifts=shifts)
         else:
             self.record.write("result.json", result)
-            self.run_file.update(status=status_of(state))
+            self.run_file.update(status=status_of(state), detached=False)
         self.record.close()
 
     def _next(self) -> _Item | None:
@@ -254,9 +256,7 @@ class Supervisor:
             case Ask():
                 do.run(do.ask)
             case Detach():
-                if self.plan.restart.policy != "never":
-                    self.view.note("nobody restarts a detached run: a failure ends it, whatever `restart` says")
-                do.run(do.detach)
+                self._detach()
             case StopAll(now=now, failed=failed):
                 self._stopping += 1
                 grace = 0.0 if now else min(self.options.grace, FAILED_GRACE) if failed else self.options.grace
@@ -266,6 +266,17 @@ class Supervisor:
                 self._announce_restart(state, wait)
             case Reconnect():
                 do.run(do.reconnect, state.attempt)
+
+    def _detach(self) -> None:
+        if self.plan.restart.policy != "never":
+            self.view.note("nobody restarts a detached run: a failure ends it, whatever `restart` says")
+        try:
+            # Before any host hears of it: when this process is killed in between, the hosts decide what lives.
+            self.run_file.update(detached=True, must=True)
+        except CpuppError as error:
+            self._queue.put(Detached(at=time.monotonic(), error=error.message))
+            return
+        self._actions.run(self._actions.detach)
 
     def _announce_ready(self, state: State) -> None:
         seconds = (state.ready_at or time.monotonic()) - self.started

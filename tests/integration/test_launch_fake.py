@@ -166,6 +166,17 @@ def test_what_nobody_would_watch_is_not_left_alone(tmp_path: Path, place: Place)
     assert not run.state.exists()
 
 
+def test_a_run_whose_record_cannot_say_so_is_not_left_alone(tmp_path: Path, place: Place) -> None:
+    with launched(tmp_path, place.bed, place.cluster(tmp_path), "--detach") as run:
+        run.wait_for("Spawned")
+        (folder,) = run.state.glob("cpupp/runs/*")
+        (folder / "run.json.new").mkdir()  # as a full disk
+        assert run.wait(60) == 1
+    assert "the record of this run cannot be written" in run.stderr
+    assert "the run cannot go on alone: the run's folder cannot be written" in run.stderr
+    assert_quiet(place.bed)
+
+
 def cpupp(run: Run, bed: Bed, *words: str) -> subprocess.CompletedProcess[str]:
     """Another command of the same user."""
     return subprocess.run(

@@ -55,6 +55,14 @@ def test_without_any_run(tmp_path: Path) -> None:
         assert "no run is recorded here" in done.stderr
 
 
+@pytest.mark.parametrize("words", [["ps"], ["status"], ["logs"], ["stop"], ["stop", "--all"]], ids=" ".join)
+def test_records_that_cannot_be_read_are_not_no_records(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "cpupp").write_text("no folder")
+    done = cpupp(tmp_path, *words)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "the records of runs cannot be read: Not a directory" in done.stderr
+
+
 def test_a_run_that_is_not_known_lists_those_that_are(state: Path) -> None:
     done = cpupp(state, "status", "other")
     assert done.returncode == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cpupp.errors import CpuppError
 from cpupp.launch.logs import open_logs
 from cpupp.launch.records import RunRecord
 from cpupp.rank.agent_mask import SHOWN, Mask
@@ -66,3 +67,16 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path) -> None:
     assert texts["node-0-a.log"] == f"said {SHOWN}\n{SHOWN}"
     assert len(texts) == 4
     assert all(SHOWN in text and TOKEN[:-1] not in text for text in texts.values())
+
+
+def test_what_cannot_be_written_is_told_once_or_ends_a_start(tmp_path: Path) -> None:
+    told: list[str] = []
+    record = RunRecord(tmp_path, tell=told.append)
+    (tmp_path / "a.json.new").mkdir()  # as a full disk
+    record.write("a.json", 1)
+    record.write("a.json", 2)
+    assert [text.partition(",")[0] for text in told] == ["the record of this run cannot be written"]
+    with pytest.raises(CpuppError, match="the run's folder cannot be written: Is a directory") as caught:
+        record.write("a.json", 3, must=True)
+    assert caught.value.code == "STATE-FOLDER"
+    record.close()

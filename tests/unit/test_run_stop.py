@@ -25,7 +25,7 @@ from cpupp.launch.run_stop import StopResult, end_launcher, is_over, stop_run
 from cpupp.launch.runs import all_runs, launcher_alive, run_in, start_ticks
 from cpupp.plan.runs import LauncherRef, Run, choose
 from cpupp.plan.runstate import RunState
-from cpupp.render_runs import stop_exit
+from cpupp.render_runs import stop_exit, stop_page
 from tests.unit.hosts_of_runs import RUN, ScriptedHost, open_hosts
 
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -136,6 +136,23 @@ def test_the_one_that_waits_keeps_the_next_out(tmp_path: Path) -> None:
         fcntl.flock(third, fcntl.LOCK_EX | fcntl.LOCK_NB)
     leave.set()
     thread.join()
+
+
+def test_a_record_that_cannot_be_written_keeps_what_the_hosts_have(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (folder / "run.json.new").mkdir()  # as a full disk: nothing can be written there
+    hosts = pair()
+    result = stop(tmp_path, *hosts)
+    assert [host.found for host in result.hosts] == [1, 1]
+    assert result.record_error is not None
+    assert (result.record_error.code, result.run.state, stop_exit([result])) == ("STATE-FOLDER", RunState.STOPPED, 1)
+    assert "not recorded: " in stop_page(result, 100).text()
+    assert [host.site is None for host in hosts] == [False, False], "nobody was told to forget it"
+    (folder / "run.json.new").rmdir()
+    again = stop(tmp_path, *hosts)
+    assert (again.record_error, stop_exit([again]), is_over(again.run)) == (None, 0, True)
+    assert [host.site for host in hosts] == [None, None]
+    assert (folder / "logs" / "node-0-a.log").read_bytes() == hosts[0].log
 
 
 def test_a_host_that_is_down_is_named_and_finished_later(tmp_path: Path) -> None:
