@@ -256,7 +256,8 @@ def doctor(
                 tell=_tell,
             )
         )
-        ok = cli_doctor.show(None if file is None else spec, codes, examined, as_json=as_json, verbose=verbose)
+        shown = None if file is None else spec
+        ok = cli_doctor.show(shown, file or "", codes, examined, as_json=as_json, verbose=verbose)
         raise typer.Exit(int(ExitCode.OK if ok else ExitCode.FINDINGS))
 
 

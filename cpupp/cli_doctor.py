@@ -10,6 +10,7 @@ from typing import Any
 from cpupp.launch.examine import Examination
 from cpupp.launch.probe import probe_all
 from cpupp.launch.session import connect_all, run_all
+from cpupp.plan.amounts import count
 from cpupp.plan.checks import CHECKS
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.diagnose import diagnose
@@ -65,9 +66,17 @@ def examine(
     return Examined(facts=facts, failures={**failures, **examination.failures}, measured=measured, cleaned=cleaned)
 
 
-def show(spec: ClusterSpec | None, codes: tuple[str, ...], examined: Examined, *, as_json: bool, verbose: bool) -> bool:
+def show(
+    spec: ClusterSpec | None,
+    file: str,
+    codes: tuple[str, ...],
+    examined: Examined,
+    *,
+    as_json: bool,
+    verbose: bool,
+) -> bool:
     """Print the report, of this machine when spec is None. Returns whether there is no error in it."""
-    report = diagnose(spec, examined.facts, examined.failures, codes, **examined.measured)
+    report = diagnose(spec, examined.facts, examined.failures, codes, file=file, **examined.measured)
     pairs = examined.measured.get("pairs", ())
     ok = report.count("error") == 0
     if as_json:
@@ -75,7 +84,7 @@ def show(spec: ClusterSpec | None, codes: tuple[str, ...], examined: Examined, *
         extra = {} if examined.cleaned is None else {"cleaned": examined.cleaned}
         print_envelope("doctor", ok=ok, data={**data, **extra})
     else:
-        title = "this machine" if spec is None else f"cluster {spec.name}, {len(spec.hosts)} hosts"
+        title = "this machine" if spec is None else f"cluster {spec.name}, {count(len(spec.hosts), 'host')}"
         health = examined.measured.get("health")
         page = report_page(
             title, report, examined.facts, page_width(sys.stdout), health=health, pairs=pairs, verbose=verbose

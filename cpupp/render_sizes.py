@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cpupp.plan.amounts import count
 from cpupp.plan.partition import GIB
 
-
-def count(number: int, what: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+__all__ = ["count", "gib", "ranges"]
 
 
 def gib(size: int) -> str:

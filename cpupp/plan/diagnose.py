@@ -22,7 +22,10 @@ from cpupp.plan.model import readable_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All findings, in the order of the catalogue, and the groups (empty when ranks cannot be seated)."""
+    """All findings, in the order of the catalogue, and the groups.
+
+    No groups when ranks cannot be seated, or no host was reached.
+    """
 
     findings: tuple[Finding, ...]
     groups: tuple[GroupPlan, ...]
@@ -52,7 +55,7 @@ def diagnose(
     findings = [replace(found, code=entry.code) for entry in entries for found in entry.run(case)]
     groups: tuple[GroupPlan, ...] = ()
     details: tuple[GroupDetail, ...] = ()
-    if spec is not None and slots_equation(spec) is None:
+    if spec is not None and facts and slots_equation(spec) is None:
         grid = make_grid(spec)
         groups, details = plan_groups(spec, grid, facts), group_details(spec, grid, facts)
     return Report(findings=tuple(findings), groups=groups, details=details)

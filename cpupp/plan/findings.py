@@ -39,7 +39,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a check may look at. spec: None when this machine is examined without a cluster file.
+    """What a check may look at. spec: None when this machine is examined without a cluster file; file: its path.
 
     failures: host -> (what went wrong, hint) of the hosts that could not be asked. The rest is measured only for checks
     that need it, and empty otherwise: health and timing by host, vllm by host that was asked for its build; pairs: the
@@ -53,6 +53,7 @@ class Case:
     vllm: Mapping[str, VllmFacts] = field(default_factory=dict)
     timing: Mapping[str, TimingFacts] = field(default_factory=dict)
     pairs: tuple[PairFacts, ...] = ()
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

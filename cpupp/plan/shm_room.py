@@ -27,13 +27,15 @@ SHM_RESERVE = 16 * MIB
 class ShmRoom:
     """One /dev/shm that ranks can write to. hosts: the entries of the cluster file that share it.
 
-    size: bytes, 0 when it has no limit; free: the least that one of the hosts saw; links: all rings and boards.
+    size: bytes, 0 when it has no limit; free: the least that one of the hosts saw; links: all rings and boards;
+    sudo: what a command begins with that needs root there.
     """
 
     hosts: tuple[str, ...]
     size: int
     free: int
     links: int
+    sudo: str = "sudo "
 
     @property
     def need(self) -> int:
@@ -63,7 +65,8 @@ class ShmRoom:
         """The command that gives it twice the need, beside what is in it now."""
         wanted = self.size - self.free + 2 * self.need
         size = f"{-(-wanted // GIB)}g"
-        return f"mount -o remount,size={size} /dev/shm (in docker: --shm-size={size}); look for leftovers first"
+        command = f"{self.sudo}mount -o remount,size={size} /dev/shm"
+        return f"{command} (until the next reboot; in docker: --shm-size={size}); look for leftovers first"
 
 
 def shm_rooms(
@@ -80,8 +83,9 @@ def shm_rooms(
     rooms = []
     for names in sharing.values():
         fullest = min((facts[name].shm for name in names), key=lambda shm: shm.free)
+        sudo = "" if facts[names[0]].user == "root" else "sudo "
         links = _links(grid, names, shared) if grid else 0
-        rooms.append(ShmRoom(hosts=tuple(names), size=fullest.size, free=fullest.free, links=links))
+        rooms.append(ShmRoom(hosts=tuple(names), size=fullest.size, free=fullest.free, links=links, sudo=sudo))
     return tuple(rooms)
 
 

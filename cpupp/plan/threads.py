@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from cpupp.plan.amounts import count
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import CpuFacts, HostFacts
 from cpupp.plan.grid import Grid
@@ -65,7 +66,7 @@ def _spans(where: str, pool: list[CpuFacts], shares: Mapping[int, tuple[int, ...
 
 
 def _num(pool: list[CpuFacts]) -> str:
-    return "1 core" if len(pool) == 1 else f"{len(pool)} cores"
+    return count(len(pool), "core")
 
 
 def _pools(

@@ -153,6 +153,17 @@ def test_what_is_wrong_with_b_and_not_with_a(place: Place) -> None:
     assert found.evidence == "GLOO_SOCKET_IFNAME=^lo,docker0 (the plan sets eth0), VLLM_PORT=5000 (dropped)"
     if len(os.sched_getaffinity(0)) > 1:
         assert {f.host: f.severity for f in report.findings if f.code == "CPU-SET"} == {"a": "info", "b": "info"}
+    follow_loopback_fix(place, next(f.fix for f in report.findings if f.code == "NET-LOOPBACK-NAME" and f.host == "b"))
+    assert place.found("NET-LOOPBACK-NAME", probed=True) == {}
+
+
+def follow_loopback_fix(place: Place, fix: str) -> None:
+    """Do to b's /etc/hosts what the fix says: its line in, every other line with that name out."""
+    b = place.bed[1]
+    line, _, rest = fix.partition("in /etc/hosts of b: `")[2].partition("`")
+    assert rest == ", and no other line with that name"
+    kept = [old for old in b.run(["cat", "/etc/hosts"]).stdout.splitlines() if line.split()[1] not in old.split()]
+    b.run(["tee", "/etc/hosts"], stdin="\n".join([*kept, line, ""]))
 
 
 def test_dev_shm_that_runs_no_code_or_cannot_be_written(place: Place) -> None:

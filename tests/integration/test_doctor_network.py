@@ -140,7 +140,7 @@ def test_only_the_master_port_is_open(place: Place, verdict: str, state: str) ->
         )
         if verdict != "drop":
             return
-        command = finding.fix.removeprefix("on b: sudo ")
+        command = finding.fix.removeprefix("on b, until its next reboot: ")
         assert "nft 'insert rule inet filter input ip saddr { 10." in command
         b.run(["sh", "-c", command])  # the printed fix is one
         report, ways = place.look()
@@ -199,7 +199,7 @@ def test_large_packets_vanish(place: Place) -> None:
         assert {found[1] for found in wrong(report) if found[0] == "error"} == {"NET-MTU"}
         finding = next(f for f in report.findings if f.code == "NET-MTU" and f.severity == "error")
         assert "packets of up to 1280 bytes arrive" in finding.evidence
-        assert f"on b: sudo ip link set dev {b.interface} mtu 1280" in finding.fix
+        assert f"on b, until its next reboot: ip link set dev {b.interface} mtu 1280" in finding.fix
         place.sessions["b"].close()
         b.run(["ip", "link", "set", "dev", b.interface, "mtu", "1280"])
         place.reopen("b")

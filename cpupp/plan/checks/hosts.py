@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from cpupp.plan.checks.wording import age
+from cpupp.plan.checks.wording import age, sudo, there
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
+from cpupp.plan.health import ProcessFacts
 
 SLOW_S, UNSTEADY_S = 0.5, 1.0
 MAX_PIDS = 6  # of a line that is pasted
@@ -56,7 +57,7 @@ def ssh_latency(case: Case) -> Iterator[Finding]:
     "the clocks of the hosts and of this machine agree",
     severities="warning",
     why="the lines of several hosts' logs cannot be put in order; certificates and tokens may not be valid there",
-    fix="run a time service on every host: `timedatectl set-ntp true`",
+    fix="run a time service on every host: `sudo timedatectl set-ntp true`",
     needs=("timing",),
 )
 def clock(case: Case) -> Iterator[Finding]:
@@ -66,7 +67,7 @@ def clock(case: Case) -> Iterator[Finding]:
         if by > MAX_SKEW_S:
             title = f"its clock is {by:.1f} s {'ahead of' if timing.ahead_s > 0 else 'behind'} this machine's"
             cause = "lines of several hosts' logs come in a wrong order, and certificates may not be valid"
-            fix = f"on {name}: timedatectl set-ntp true"
+            fix = there(name, f"{sudo(case.facts[name])}timedatectl set-ntp true")
             yield warning(name, title, evidence="asked over the session", cause=cause, fix=fix)
         else:
             yield ok(name, f"clock within {max(by, min(timing.round_trips)):.2f} s")
@@ -86,15 +87,13 @@ def processes(case: Case) -> Iterator[Finding]:
         strange = [p for p in health.processes if not p.run and (p.kind == "vllm" or p.orphan)]
         if strange:
             oldest = sorted(strange, key=lambda p: -p.age_s)
-            shown = [f"pid {p.pid} ({p.name}) of {p.owner}, {age(p.age_s)} old" for p in oldest[:4]]
             rest = f" and {len(oldest) - 4} more" if len(oldest) > 4 else ""
             cause = "no run of this user claims them; they take cores and memory from the ranks"
-            pids = " ".join(str(p.pid) for p in oldest[:MAX_PIDS])
-            first = "them" if len(oldest) <= MAX_PIDS else f"the oldest {MAX_PIDS}"
-            fix = f"look at {first}: ps -fp {pids.replace(' ', ',')}; if nobody needs them: kill {pids}"
+            evidence = ", ".join(map(_shown, oldest[:4])) + rest
+            fix = "; ".join(_rid(name, case.facts[name].user, oldest))
             one = "1 process" if len(strange) == 1 else f"{len(strange)} processes"
             title = f"{one} of {'vLLM' if any(p.kind == 'vllm' for p in strange) else 'cpupp'} already there"
-            yield warning(name, title, evidence=", ".join(shown) + rest, cause=cause, fix=fix)
+            yield warning(name, title, evidence=evidence, cause=cause, fix=fix)
         runs = dict.fromkeys(p.run for p in health.processes if p.run)
         for run in runs:
             several = [p for p in health.processes if p.run == run]
@@ -107,3 +106,21 @@ def processes(case: Case) -> Iterator[Finding]:
             )
         if not strange and not runs:
             yield ok(name, "no other vLLM or cpupp runs there")
+
+
+def _shown(process: ProcessFacts) -> str:
+    return f"pid {process.pid} ({process.name}) of {process.owner}, {age(process.age_s)} old"
+
+
+def _rid(host: str, user: str, oldest: Sequence[ProcessFacts]) -> Iterator[str]:
+    """What to do, in order: nothing is killed that a run still owns, or that is somebody else's."""
+    mine = [process for process in oldest if process.owner == user][:MAX_PIDS]
+    others = [process for process in oldest if process.owner != user][:MAX_PIDS]
+    if mine:
+        pids = [str(process.pid) for process in mine]
+        yield "first, for runs of yours: cpupp stop --all"
+        yield f"then on {host}: ps -o pid,user,etime,args -p {','.join(pids)}"
+        whose = ", ".join(f"{process.pid}: {age(process.age_s)} old" for process in mine)
+        yield f"what is left of it ({user}'s; {whose}) and nobody needs: kill {' '.join(pids)}"
+    if others:
+        yield "ask " + ", ".join(f"{p.owner} about pid {p.pid} ({age(p.age_s)} old)" for p in others)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from cpupp.plan.checks.wording import gib
+from cpupp.plan.checks.wording import gib, sudo, there
 from cpupp.plan.findings import Case, Finding, check, info, ok, warning
 from cpupp.plan.partition import GIB
 
 MIN_OPEN_FILES = 4096
 MIN_PROCESSES = 2048
 UNEVEN = 1.25
+THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
 @check(
@@ -64,7 +65,7 @@ def memory_numa(case: Case) -> Iterator[Finding]:
     "the machine does not swap",
     severities="warning",
     why="weights that were swapped out come back from disk at each token",
-    fix="find what takes the memory with `top -o RES`; `swapoff -a` once it fits",
+    fix="find what takes the memory with `top -o RES`; `sudo swapoff -a` once it fits",
     needs=("health",),
 )
 def memory_swap(case: Case) -> Iterator[Finding]:
@@ -84,7 +85,7 @@ def memory_swap(case: Case) -> Iterator[Finding]:
     "transparent huge pages are allowed",
     severities="info",
     why="with pages of 4 KiB alone, reading weights misses the TLB more often: some percent of speed",
-    fix="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+    fix=f"echo madvise | sudo tee {THP}",
     needs=("health",),
 )
 def memory_pages(case: Case) -> Iterator[Finding]:
@@ -92,7 +93,7 @@ def memory_pages(case: Case) -> Iterator[Finding]:
     for name, health in case.health.items():
         if health.huge_pages == "never":
             cause = "reading weights misses the TLB more often"
-            fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+            fix = there(name, f"echo madvise | {sudo(case.facts[name])}tee {THP}", for_good=False)
             yield info(name, "no transparent huge pages", "never", cause=cause, fix=fix)
         elif health.huge_pages:
             yield ok(name, f"transparent huge pages: {health.huge_pages}")
@@ -103,7 +104,7 @@ def memory_pages(case: Case) -> Iterator[Finding]:
     "memory may be reserved beyond what is used",
     severities="warning",
     why="torch and the API server reserve far more than they use, and fork; strict accounting refuses that",
-    fix="sysctl vm.overcommit_memory=0",
+    fix="sudo sysctl vm.overcommit_memory=0",
     needs=("health",),
 )
 def memory_overcommit(case: Case) -> Iterator[Finding]:
@@ -112,7 +113,7 @@ def memory_overcommit(case: Case) -> Iterator[Finding]:
         if health.overcommit == 2:
             evidence = f"vm.overcommit_memory=2, {gib(max(0, health.commit_left))} may still be reserved"
             cause = "torch reserves more than it uses, and fork counts twice: `Cannot allocate memory`"
-            fix = "sysctl vm.overcommit_memory=0"
+            fix = there(name, f"{sudo(case.facts[name])}sysctl vm.overcommit_memory=0", for_good=False)
             yield warning(name, "strict accounting of memory", evidence=evidence, cause=cause, fix=fix)
         else:
             yield ok(name, f"vm.overcommit_memory={health.overcommit}")

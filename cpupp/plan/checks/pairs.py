@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from cpupp.plan.checks.wording import table
+from cpupp.plan.checks.wording import sudo, table, there
 from cpupp.plan.facts import InterfaceFacts
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
-from cpupp.plan.firewall import admit
+from cpupp.plan.firewall import admit, outlives_reboot
 from cpupp.plan.pairs import PairFacts, PortReach, network_of
 from cpupp.plan.traffic import Traffic, known_model, token_seconds, traffic_of
 
@@ -105,7 +105,8 @@ def _fix(case: Case, pair: PairFacts, port: PortReach, sources: Sequence[str]) -
     subnet = network_of(case.facts[pair.dst], pair.address)
     if subnet and all(_inside(address, subnet) for address in known):
         known = [subnet]
-    return f"on {pair.dst}: {admit(pair.firewall, known)}"
+    command = admit(pair.firewall, known, sudo(case.facts[pair.dst]))
+    return there(pair.dst, command, for_good=outlives_reboot(pair.firewall))
 
 
 def _address(case: Case, name: str) -> str:
@@ -133,13 +134,11 @@ def net_mtu(case: Case) -> Iterator[Finding]:
     mtus = {name: interface.mtu for name, interface in holders.items() if interface is not None and interface.mtu}
     stalls = {way: pair for pair in case.pairs for way in _stalled(pair)}
     for (src, dst), pair in stalls.items():
-        yield _black_hole(src, dst, pair, holders)
+        yield _black_hole(case, src, dst, pair, holders)
     if len(set(mtus.values())) > 1:
         least = min(mtus.values())
         larger = {name: mtu for name, mtu in mtus.items() if mtu > least}
-        commands = [
-            f"on {n}: sudo ip link set dev {i.name} mtu {least}" for n in larger if (i := holders[n]) is not None
-        ]
+        commands = _set_mtu(case, larger, least, holders)
         cause = "full packets of the larger do not fit the smaller; datagrams and tunnels suffer first"
         evidence = table({name: str(mtu) for name, mtu in mtus.items()})
         yield warning("", "the MTU differs between hosts", evidence=evidence, cause=cause, fix="; ".join(commands))
@@ -157,15 +156,22 @@ def _stalled(pair: PairFacts) -> list[tuple[str, str]]:
     return [(pair.dst, pair.src) if detail == "receiving" else (pair.src, pair.dst) for detail in details]
 
 
-def _black_hole(src: str, dst: str, pair: PairFacts, holders: dict[str, InterfaceFacts | None]) -> Finding:
+def _set_mtu(case: Case, names: Iterable[str], mtu: int, holders: Mapping[str, InterfaceFacts | None]) -> list[str]:
+    return [
+        there(name, f"{sudo(case.facts[name])}ip link set dev {interface.name} mtu {mtu}", for_good=False)
+        for name in names
+        if (interface := holders.get(name)) is not None
+    ]
+
+
+def _black_hole(
+    case: Case, src: str, dst: str, pair: PairFacts, holders: Mapping[str, InterfaceFacts | None]
+) -> Finding:
     evidence = f"{src} -> {dst}: a small message arrived, one of 96 KiB did not"
     fix = "lower the MTU of both hosts, or let ICMP `fragmentation needed` through"
     if pair.passes:
         evidence += f"; packets of up to {pair.passes} bytes arrive"
-        commands = [
-            f"on {n}: sudo ip link set dev {i.name} mtu {pair.passes}" for n in (src, dst) if (i := holders.get(n))
-        ]
-        fix = "; ".join(commands) or fix
+        fix = "; ".join(_set_mtu(case, (src, dst), pair.passes, holders)) or fix
     cause = "a link on the way takes smaller packets and does not say so (a tunnel, a switch without jumbo frames)"
     return error(src, f"large messages to {dst} stall", evidence=evidence, cause=cause, fix=fix)
 

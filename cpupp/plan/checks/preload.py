@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from cpupp.plan.asking import PRELOAD_ENV, openmp_libraries, preloads, written
+from cpupp.plan.checks.wording import sudo, there
 from cpupp.plan.findings import Case, Finding, check, error, ok, warning
 
 
@@ -19,11 +21,11 @@ def preload(case: Case) -> Iterator[Finding]:
     """vllm #37561, #44191: without them old versions crash and new ones are slow. Looked for on that host."""
     for name, fact in case.facts.items():
         if not fact.engine.tcmalloc:
-            fix = "apt-get install libtcmalloc-minimal4 (Debian, Ubuntu)"
+            fix = there(name, f"{sudo(fact)}apt-get install libtcmalloc-minimal4")
             cause = "the allocator of glibc is slower under many threads; vLLM 0.18 refuses to start"
             yield warning(name, "libtcmalloc not found", evidence="ldconfig, library folders", cause=cause, fix=fix)
         if not fact.engine.iomp and fact.arch == "x86_64" and not fact.engine.error:  # else ENGINE tells
-            fix = f"{fact.engine.python} -m pip install intel-openmp"
+            fix = there(name, f"{shlex.quote(fact.engine.python)} -m pip install intel-openmp")
             cause = "threads run on gomp: slower; vLLM 0.18 refuses to start"
             yield warning(name, "libiomp5 not found", evidence="the engine's lib, ldconfig", cause=cause, fix=fix)
         if fact.engine.tcmalloc and (fact.engine.iomp or fact.arch != "x86_64"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
+from cpupp.plan.amounts import count
 from cpupp.plan.backend import plan_rooms
-from cpupp.plan.checks.wording import age
+from cpupp.plan.checks.wording import age, sudo, there
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
 from cpupp.plan.grid import make_grid, slots_equation
 from cpupp.plan.health import LeftoverFacts
@@ -31,7 +33,7 @@ def shm(case: Case) -> Iterator[Finding]:
         evidence = f"/dev/shm: {found.size // MIB} MiB, {found.free // MIB} MiB free, device {found.device:#x}"
         if not found.writable:
             cause = "without it every link of this host is gloo, and vLLM's own queues cannot start"
-            fix = "mount it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+            fix = there(name, f"{sudo(fact)}mount -t tmpfs -o mode=1777 tmpfs /dev/shm", for_good=False)
             yield error(name, "/dev/shm is not writable", evidence=evidence, cause=cause, fix=fix)
             continue
         need = f"{rooms[name].need // MIB} MiB"
@@ -55,20 +57,21 @@ def _rooms(case: Case) -> tuple[ShmRoom, ...]:
     "/dev/shm is a tmpfs that can be written to",
     severities="error warning info",
     why="on a disk or over the network shared memory is slow; mounted read-only nothing can start",
-    fix="mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
+    fix="sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm",
     needs=("health",),
 )
 def shm_mount(case: Case) -> Iterator[Finding]:
     """/proc/self/mountinfo of the host; a container has its own."""
     for name, health in case.health.items():
+        root = sudo(case.facts[name])
         evidence = f"{health.shm_type or 'no mount'}, {','.join(health.shm_options)}"
         if "ro" in health.shm_options:
             cause = "no link and no queue of vLLM can be made"
-            fix = "mount -o remount,rw /dev/shm"
+            fix = there(name, f"{root}mount -o remount,rw /dev/shm", for_good=False)
             yield error(name, "/dev/shm is mounted read-only", evidence=evidence, cause=cause, fix=fix)
         elif health.shm_type not in ("tmpfs", "ramfs"):
             cause = "what ranks write there may go to a disk, and names may outlive a reboot"
-            fix = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+            fix = there(name, f"{root}mount -t tmpfs -o mode=1777 tmpfs /dev/shm", for_good=False)
             yield warning(name, "/dev/shm is no tmpfs", evidence=evidence, cause=cause, fix=fix)
         elif "noexec" in health.shm_options:
             yield info(name, "/dev/shm is mounted noexec", evidence, cause="nothing of vLLM or cpupp runs code there")
@@ -89,7 +92,7 @@ def shm_leftovers(case: Case) -> Iterator[Finding]:
     for name, health in case.health.items():
         dead = [found for found in health.leftovers if found.state == "dead"]
         mine, others = [f for f in dead if f.mine], [f for f in dead if not f.mine]
-        clean = f"cpupp doctor {'FILE ' if case.spec else ''}--clean"
+        clean = f"cpupp doctor {f'{shlex.quote(case.file)} ' if case.file else ''}--clean"
         if mine and not any(SEGMENT.match(f.name) or f.size >= MIB for f in mine):
             yield info(name, f"{_files(mine)} in /dev/shm", _listed(mine), cause="marks of ended processes", fix=clean)
         elif mine:
@@ -103,9 +106,13 @@ def shm_leftovers(case: Case) -> Iterator[Finding]:
         unknown = [found for found in health.leftovers if found.state == "unknown" and found.mine]
         if unknown:
             cause = "processes that cannot be seen from here may use them, so --clean leaves them alone"
-            fix = "look at them where all processes are seen (outside the container, or as root): lsof +D /dev/shm"
+            fix = "look at them where all processes are seen, so outside a container: sudo lsof +D /dev/shm"
             yield info(
-                name, f"{len(unknown)} files in /dev/shm, perhaps in use", _listed(unknown), cause=cause, fix=fix
+                name,
+                f"{count(len(unknown), 'file')} in /dev/shm, perhaps in use",
+                _listed(unknown),
+                cause=cause,
+                fix=fix,
             )
         if not dead and not unknown:
             alive = f"{len(health.leftovers)} in use" if health.leftovers else ""
@@ -118,7 +125,7 @@ def _who(found: LeftoverFacts) -> str:
 
 def _files(found: list[LeftoverFacts]) -> str:
     size = sum(entry.size for entry in found)
-    what = "1 dead file" if len(found) == 1 else f"{len(found)} dead files"
+    what = count(len(found), "dead file")
     return f"{what}{f' of {size / MIB:.1f} MiB' if size >= MIB else ''}"
 
 

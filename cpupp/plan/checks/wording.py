@@ -24,6 +24,16 @@ def place_of(fact: HostFacts) -> str:
     return f"{at}:{shlex.quote(fact.model.path)}"
 
 
+def sudo(fact: HostFacts) -> str:
+    """What a command begins with that needs root there: nothing where cpupp's user is root."""
+    return "" if fact.user == "root" else "sudo "
+
+
+def there(host: str, command: str, *, for_good: bool = True) -> str:
+    """A command to paste on a host, and whether a reboot undoes it."""
+    return f"on {host}{'' if for_good else ', until its next reboot'}: {command}"
+
+
 def table(values: Mapping[str, str]) -> str:
     """`a: 1, b: 2`."""
     return ", ".join(f"{name}: {value}" for name, value in values.items())
