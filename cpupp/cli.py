@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cpupp import __version__, cli_init, cli_runs
+from cpupp import __version__, cli_init, cli_runs, cli_serve
 from cpupp.cli_frame import guard as _guard
 from cpupp.cli_frame import leave as _leave
 from cpupp.cli_frame import set_debug
@@ -382,6 +382,7 @@ def _runs_folder() -> Path:
 
 cli_init.add_to(app)
 cli_runs.add_to(app, _runs_folder)
+cli_serve.add_to(bench, _runs_folder, os.environ)
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def find(root: Path, wanted: str | None, file: str | None) -> Target:
 
     Raises CpuppError: RUN-NONE, RUN-UNKNOWN, RUN-AMBIGUOUS, what is wrong with the file, or why no host answers.
     """
-    if file is None and wanted is not None and (looks_like_file(wanted) or _is_cluster_file(root, wanted)):
+    if file is None and wanted is not None and is_cluster_file(root, wanted):
         wanted, file = None, wanted
     if file is None:
         run = _choose(lambda: all_runs(root), wanted)
@@ -60,8 +60,10 @@ def _choose(known: Callable[[], Sequence[Run]], wanted: str | None) -> Run:
         return choose(known(), wanted)
 
 
-def _is_cluster_file(root: Path, wanted: str) -> bool:
-    """A file whose name is no run's: names of runs go first."""
+def is_cluster_file(root: Path, wanted: str) -> bool:
+    """Whether RUN is meant as a cluster file: by its looks, or it is one and its name is no run's."""
+    if looks_like_file(wanted):
+        return True
     if not Path(wanted).is_file():
         return False
     return not any(wanted == run.name or run.run.startswith(wanted) for run in all_runs(root))

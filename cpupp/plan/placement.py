@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from cpupp.errors import CpuppError
@@ -25,6 +25,7 @@ from cpupp.plan.memory import (
 )
 from cpupp.plan.model import ModelFacts
 from cpupp.plan.partition import GIB, Problem, StageCost, solve, stage_memory, stage_times
+from cpupp.plan.roofline import RankReads, rank_reads
 from cpupp.plan.shm_room import ShmRoom
 from cpupp.plan.speed import ASSUMED_BYTES_PER_S, LAYER_NS, SHARED_WITH_ENGINE, RankSpeed, hop_ns, levelled, rank_speeds
 from cpupp.plan.speed import reduce_ns as reduces_of
@@ -93,7 +94,8 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """layers: [first, last) of each stage, None when unknown; how: who chose them; weights: bytes of each rank, None
-    when no headers were read; prediction: None when no host was measured; errors: what does not fit, with the sums."""
+    when no headers were read; prediction: None when no host was measured; reads: by rank, empty then; errors: what does
+    not fit, with the sums."""
 
     layers: Layers | None
     how: str
@@ -101,6 +103,7 @@ class Placement:
     kv: KvPlan
     prediction: Prediction | None
     errors: tuple[CpuppError, ...]
+    reads: Mapping[int, RankReads] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +165,7 @@ def place(
         kv=kv,
         prediction=_predict(case, sizes),
         errors=tuple(_errors(case, layers, weights, kv)),
+        reads=rank_reads(grid, layers, case.needs.weights, case.needs.per_token, case.speeds),
     )
 
 

@@ -23,6 +23,7 @@ from cpupp.plan.partition import GIB
 from cpupp.plan.placement import KvPlan, Placement, Prediction, place
 from cpupp.plan.refusals import backend_errors, host_errors, port_errors, tensor_errors
 from cpupp.plan.restart import Restart
+from cpupp.plan.roofline import RankReads
 from cpupp.plan.secret import key_source, secret_sources
 from cpupp.plan.shm_room import hosts_without_room
 from cpupp.plan.threads import CorePlan, plan_cores
@@ -34,7 +35,7 @@ class RankPlan:
 
     cores: empty when unknown (vLLM then binds by itself); layers, weights: None when unknown; kv: what it may take,
     kv_used: what it will take (the stage with the fewest blocks decides); time_ns: of its stage for one token at batch
-    1, None when its host was not measured.
+    1, reads: what that step reads, both None when its host was not measured.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankPlan:
     kv: int
     kv_used: int
     time_ns: int | None
+    reads: RankReads | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +204,7 @@ def _ranks(grid: Grid, cores: CorePlan, placed: Placement) -> tuple[RankPlan, ..
             kv=placed.kv.allowed[seat.rank],
             kv_used=placed.kv.used[seat.rank],
             time_ns=placed.prediction.stages[seat.stage] if placed.prediction else None,
+            reads=placed.reads.get(seat.rank),
         )
         for seat in grid.seats
     )

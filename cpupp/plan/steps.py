@@ -28,6 +28,10 @@ class StepCounts:
             return self
         return StepCounts(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
 
+    def plus(self, other: StepCounts) -> StepCounts:
+        """Both together."""
+        return StepCounts(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSteps:

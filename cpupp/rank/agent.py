@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 RARE = (  # operations that no launch needs, of agent_rare
     *("find", "clock", "health", "ask_vllm", "clean"),
-    *("doors_open", "doors_close", "pairs_reach", "pairs_measure"),
+    *("doors_open", "doors_close", "pairs_reach", "pairs_measure", "load_find", "load_run"),
 )
 LEASH_S = 20.0
 DRAIN_S = 2.0  # how long a stop waits for the launcher to read the last output
@@ -59,6 +59,7 @@ class Agent:
         self.outbox = Outbox(1)
         self.inbox: queue.SimpleQueue[bytes | End] = queue.SimpleQueue()
         self.children = Children()
+        self.sources = sources
         self.nonces = agent_probe.Nonces()
         self.rare: Rare | None = None
         self.rare_lock = threading.Lock()
@@ -148,7 +149,7 @@ class Agent:
             if self.rare is None:
                 from .agent_rare import Rare
 
-                self.rare = Rare(self.children)
+                self.rare = Rare(self.children, self.sources)
         return self.rare.operations[request["op"]](request)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:

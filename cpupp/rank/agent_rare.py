@@ -1,4 +1,4 @@
-"""The operations that no launch needs: those of `cpupp doctor` and `cpupp init`. Standard library only."""
+"""The operations that no launch needs: those of `cpupp doctor`, `init` and `bench serve`. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035  # Python 3.8 can
 
 from . import agent_ask_vllm, agent_find, agent_firewall, agent_health, agent_leftovers, agent_pairs
 from .agent_doors import Doors
+from .agent_load import Load
 
 if TYPE_CHECKING:
     from .agent_children import Children
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 class Rare:
     """operations: name -> what answers the request."""
 
-    def __init__(self, children: Children) -> None:
+    def __init__(self, children: Children, sources: dict[str, str]) -> None:
         doors = Doors()
+        load = Load(children, sources)
         self.operations: dict[str, Callable[[dict[str, Any]], Any]] = {
             "find": agent_find.find_things,
             "clock": agent_health.clock,
@@ -27,4 +29,6 @@ class Rare:
             "doors_close": lambda request: doors.close(),
             "pairs_reach": agent_pairs.reach,
             "pairs_measure": agent_pairs.measure,
+            "load_find": load.find,
+            "load_run": load.run,
         }

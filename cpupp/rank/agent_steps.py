@@ -14,7 +14,7 @@ from typing import Any
 PREFIX = "steps-"
 MAGIC = b"cpupp-s1"
 KINDS = ("decode", "other")
-"""Of a step: each of its requests gets one token, or it holds a piece of a prompt."""
+"""Of a step: each of its requests gets one token; or it holds a piece of a prompt, and all else."""
 COUNTERS = ("steps", "tokens", "compute_ns", "wire_ns", "wait_ns", "idle_ns")
 """For each kind, since the worker started. The four times add up to all that passed since its first step.
 

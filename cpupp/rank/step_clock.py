@@ -45,11 +45,16 @@ class StepClock:
 
     def step(self, num_tokens: int, num_requests: int) -> None:
         """A call begins that is a step of so many tokens of so many requests; none of both: only an order."""
-        self._kind = _DECODE if 0 < num_tokens == num_requests else _OTHER
-        if num_tokens:
-            self.words[self._kind + _STEPS] += 1
-            self.words[self._kind + _TOKENS] += num_tokens
+        kind = _DECODE if 0 < num_tokens == num_requests else _OTHER
+        if kind != self._kind:
+            # Before the first decode step this stage has waited for the others' part of the prompt, and before a new
+            # prompt for somebody to send one: neither belongs to a decode step.
+            self._kind = _OTHER
         self.resume()
+        self._kind = kind
+        if num_tokens:
+            self.words[kind + _STEPS] += 1
+            self.words[kind + _TOKENS] += num_tokens
 
     def resume(self) -> None:
         """A call begins, the first or another one of a step."""

@@ -3,7 +3,7 @@
     python -m tests.bench.partition [--half] [--splits 10,12,14,16,18,20,22] [--compiled]
 
 Two test hosts of one core each; with `--half` a cgroup holds the second one to half of its core. Concurrency 8, the
-client of tests.bench.serve. A split is the number of layers of the first stage.
+plain client of `bench serve`. A split is the number of layers of the first stage.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.bench.serve import load
-from tests.e2e.runs import launched, ssh_hosts, write_cluster
+from cpupp.rank.agent_client import Client
+from tests.e2e.runs import PORT, launched, ssh_hosts, write_cluster
 from tests.testbed.bed import Bed, HostOptions, hosts
 from tests.testbed.host import Host
 from tests.testbed.models import smollm2
@@ -28,7 +28,17 @@ from tests.testbed.models import smollm2
 NUM_LAYERS = 30
 QUOTA = Path("/sys/fs/cgroup/cpu/cpupp-bench-half")
 PERIOD_US = 100_000
-CONCURRENCY = 8
+TURNS = 3
+ORDER = {
+    "model": "m",
+    "concurrency": 8,
+    "requests": 16,
+    "prompt_tokens": 64,
+    "output_tokens": 64,
+    "vocabulary": 49_152,
+    "stream": False,
+    "timeout_s": 300.0,
+}
 
 
 def main() -> None:
@@ -100,12 +110,15 @@ def _rate(folder: Path, bed: Bed, first: int, *, eager: bool) -> float:
         parallel={"pipeline": 2, "layers": [first, NUM_LAYERS - first]},
         engine={"args": {"enforce_eager": eager, "max_num_batched_tokens": 512}},
     )
-    rates: dict[int, list[float]] = {1: [], CONCURRENCY: []}
+    rates = []
     with launched(folder / "run", bed, cluster) as run:
         run.wait_for("ready")
-        load(bed[0].address, rates)
+        for turn in range(TURNS):
+            order = {**ORDER, "url": f"http://{bed[0].address}:{PORT}", "seed": turn}
+            result = Client(order, "").run()
+            rates.append(sum(row[4] for row in result["rows"]) / result["seconds"])
         run.stop()
-    return statistics.median(rates[CONCURRENCY])
+    return statistics.median(rates)
 
 
 if __name__ == "__main__":

@@ -1,115 +1,56 @@
-"""Tokens per second: served through cpupp against the same commands started by hand, in turns, servers restarted.
+"""`cpupp bench serve --against by-hand` on two test hosts of one core each.
 
-    python -m tests.bench.serve [--rounds 2] LAYOUT
+    python -m tests.bench.serve LAYOUT [OPTION ...]
 
-Layouts: `pipeline` (SmolLM2-135M compiled, pipeline 2) and `tensor` (a random Llama of hidden 512 and 8 layers, eager,
-tensor 2), both over two test hosts of one core each. The client has as many threads as requests at a time; each request
-has about 64 tokens in and 64 out.
+Layouts: `pipeline` (SmolLM2-135M compiled, pipeline 2), `eager` (the same, eager: by hand dies at its first request),
+and `tensor` (a random Llama of hidden 512 and 8 layers, eager, tensor 2). Options are those of the verb; without any it
+is `--against by-hand --client plain`. `--half` among them holds the second host to half a core.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import signal
-import statistics
+import os
+import subprocess
+import sys
 import tempfile
-import time
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.bench.by_hand import Command, commands_of, started, wait_for_answer
-from tests.e2e.runs import PORT, launched, ssh_hosts, write_cluster
-from tests.testbed.bed import Bed, HostOptions, hosts
-from tests.testbed.models import random_llama, smollm2
+from tests.bench.partition import held_to_half
+from tests.e2e.runs import ssh_hosts, write_cluster
+from tests.testbed.bed import HostOptions, hosts
+from tests.testbed.models import ROOT, random_llama, smollm2
 
-CONCURRENCY = (1, 8)
-NUM_TOKENS = 64
-REQUESTS_EACH = {1: 4, 8: 2}
-TURNS = 3
-Rates = dict[int, list[float]]
+CONTEXT = 8192
+"""Of SmolLM2: prompts of 4,000 tokens fit."""
+PIECE = 512
+"""max_num_batched_tokens: a compiled start ends with a step of this size, which is slow on one core."""
 
 
 def main() -> None:
-    """Run the rounds and print every figure and the ratios of medians."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("layout", choices=["pipeline", "tensor"])
-    options = parser.parse_args()
-    ours: Rates = {num: [] for num in CONCURRENCY}
-    by_hand: Rates = {num: [] for num in CONCURRENCY}
-    cores = [HostOptions(cores=[i]) for i in range(2)]
-    with tempfile.TemporaryDirectory(prefix="cpupp-bench-", dir="/var/tmp") as name, hosts(*cores) as bed:
-        for number in range(options.rounds):
-            folder = Path(name) / str(number)
-            commands = measure_launch(folder, bed, options.layout, ours)
-            measure_by_hand(folder, bed, commands, by_hand)
-            print(f"round {number + 1}: cpupp {_shown(ours)}; by hand {_shown(by_hand)}", flush=True)
-    for num in CONCURRENCY:
-        medians = statistics.median(ours[num]), statistics.median(by_hand[num])
-        print(
-            f"concurrency {num}: cpupp {medians[0]:.1f} tok/s, by hand {medians[1]:.1f}, x{medians[0] / medians[1]:.2f}"
-        )
-
-
-def measure_launch(folder: Path, bed: Bed, layout: str, rates: Rates) -> list[Command]:
-    """Serve through cpupp and measure; return the commands that it ran."""
-    folder.mkdir(parents=True)
+    """Make the hosts and the cluster file, and run the verb."""
+    layout, *options = sys.argv[1:] or ["pipeline"]
+    half = "--half" in options
+    options = [option for option in options if option != "--half"]
     tensor = layout == "tensor"
-    args = {"enforce_eager": tensor, "max_num_batched_tokens": 512}
-    cluster = write_cluster(
-        folder / "c.yaml",
-        random_llama() if tensor else smollm2(),
-        ssh_hosts(bed),
-        engine={"args": args},
-        parallel={"pipeline": 1, "tensor": 2} if tensor else {"pipeline": 2},
-    )
-    with launched(folder / "run", bed, cluster) as run:
-        run.wait_for("ready")
-        load(bed[0].address, rates)
-        run.stop()
-    return commands_of(run)
-
-
-def measure_by_hand(folder: Path, bed: Bed, commands: list[Command], rates: Rates) -> None:
-    """Serve the same commands by hand and measure."""
-    with started(folder, bed, commands) as processes:
-        wait_for_answer(folder, bed, processes, health=False)
-        load(bed[0].address, rates)
-
-
-def load(address: str, rates: Rates) -> None:
-    """Add the tokens per second of some turns, one of each concurrency after the other."""
-    request(address, 0)
-    for turn in range(TURNS):
-        for num in CONCURRENCY:
-            began = time.monotonic()
-            with ThreadPoolExecutor(num) as pool:
-                jobs = range(num * REQUESTS_EACH[num])
-                tokens = sum(pool.map(lambda i: request(address, i), [turn * 100 + i for i in jobs]))
-            rates[num].append(tokens / (time.monotonic() - began))
-
-
-def request(address: str, number: int) -> int:
-    """One completion; return how many tokens came back."""
-    body = {
-        "model": "m",
-        "prompt": [1000 + number * 7 + i for i in range(NUM_TOKENS)],
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    asked = urllib.request.Request(
-        f"http://{address}:{PORT}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=300) as reply:
-        return int(json.load(reply)["usage"]["completion_tokens"])
-
-
-def _shown(rates: Rates) -> str:
-    return ", ".join(f"c{num} {' '.join(f'{r:.1f}' for r in found)}" for num, found in rates.items())
+    cores = [HostOptions(cores=[i]) for i in range(2)]
+    args = {"enforce_eager": layout != "pipeline", "max_num_batched_tokens": PIECE}
+    with (
+        tempfile.TemporaryDirectory(prefix="cpupp-bench-", dir="/var/tmp") as folder,
+        hosts(*cores) as bed,
+        held_to_half(bed[1] if half else None),
+    ):
+        cluster = write_cluster(
+            Path(folder) / "c.yaml",
+            random_llama() if tensor else smollm2(),
+            ssh_hosts(bed),
+            engine={"args": args if tensor else {**args, "max_model_len": CONTEXT}},
+            parallel={"pipeline": 1, "tensor": 2} if tensor else {"pipeline": 2},
+        )
+        argv = [sys.executable, "-m", "cpupp", "bench", "serve", str(cluster)]
+        argv += options or ["--against", "by-hand", "--client", "plain"]
+        state = os.environ.get("XDG_STATE_HOME", folder)
+        done = subprocess.run(argv, cwd=ROOT, env={**bed.env, "XDG_STATE_HOME": state}, check=False)
+    sys.exit(done.returncode)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,7 @@ def test_a_run_without_a_launcher() -> None:
     with left_to_its_agents() as place:
         listed_where_it_was_launched(place)
         questions_are_answered_by_both_hosts(place)
+        a_load_is_measured_and_every_step_is_split(place)
         another_machine_sees_ranks_load_and_logs(place)
         the_loss_of_the_launchers_machine_changes_nothing(place)
         the_death_of_a_worker_ends_it_all(place)
@@ -165,6 +166,24 @@ def questions_are_answered_by_both_hosts(place: Place) -> None:
     assert place.head.bytes_sent() - before >= 2 * num_tokens * BYTES_PER_TOKEN
 
 
+def a_load_is_measured_and_every_step_is_split(place: Place) -> None:
+    words = ("--client", "plain", "--concurrency", "2", "--waves", "1", "--prompt-tokens", "8", "--output-tokens", "8")
+    done = place.on_desk("bench", "serve", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["data"]["results"]
+    assert (row["requests"], row["failed"]) == (2, 0)
+    assert 0 < row["output_tokens_per_second"] < row["roofline_tokens_per_second"]
+    assert row["ttft_ms"]["p50"] > 0 < row["tpot_ms"]["p50"]
+    head, follower = row["stages"]
+    assert head["steps"] == follower["steps"]
+    assert 8 <= head["steps"] <= 15, "one of the warm-up, seven of each request, most of them together"
+    for stage in (head, follower):
+        assert all(stage[part] > 0 for part in ("compute_ms", "wire_ms", "idle_ms"))
+        assert abs(sum(stage[p] for p in ("compute_ms", "wire_ms", "wait_ms", "idle_ms")) - stage["step_ms"]) < 0.01
+        assert stage["wire_ms"] < stage["compute_ms"]
+    assert follower["wait_ms"] > head["wait_ms"], "only the second stage waits for a peer's data"
+
+
 def another_machine_sees_ranks_load_and_logs(place: Place) -> None:
     stream = Stream(place.head.address)
     stream.wait_tokens(5)
@@ -173,6 +192,7 @@ def another_machine_sees_ranks_load_and_logs(place: Place) -> None:
     assert (status["url"], status["model"]) == (f"http://{place.head.address}:{PORT}/v1", "m")
     ranks = status["ranks"]
     assert [(r["rank"], r["stage"], r["host"], r["alive"]) for r in ranks] == [(0, 0, "a", True), (1, 1, "b", True)]
+    assert all(r["decode_step"]["batch"] == 1 for r in ranks)
     assert all(r["cpu"] > 0.05 and r["rss_bytes"] > 100 << 20 and r["log_age_seconds"] >= 0 for r in ranks)
     load = status["load"]
     assert load["running"] == 1

@@ -33,7 +33,9 @@ def test_every_exit_code_is_described() -> None:
     assert [code for code in ExitCode if f"| {int(code)} |" not in text] == []
 
 
-@pytest.mark.parametrize("verb", ["launch", "ps", "status", "logs", "stop", "plan", "doctor", "init", "bench comm"])
+@pytest.mark.parametrize(
+    "verb", ["launch", "ps", "status", "logs", "stop", "plan", "doctor", "init", "bench comm", "bench serve"]
+)
 def test_every_option_is_described(verb: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cpupp", *verb.split(), "--help"], capture_output=True, text=True, check=True

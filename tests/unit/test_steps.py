@@ -69,9 +69,15 @@ def test_every_nanosecond_of_a_step_is_in_one_part(time: Time, tmp_path: Path) -
     clock.step(100, 2)
     time.now += 4_000
     clock.pause()
+    time.now += 900  # the other stages
+    clock.step(2, 2)
+    clock.pause()
+    time.now += 11
+    clock.step(2, 2)
+    clock.pause()
     found = counted(tmp_path, 3)
-    assert found.decode == StepCounts(steps=1, tokens=8, compute_ns=1_007, wire_ns=25, wait_ns=300, idle_ns=70)
-    assert found.other == StepCounts(steps=1, tokens=100, compute_ns=4_000, idle_ns=50)
+    assert found.decode == StepCounts(steps=3, tokens=12, compute_ns=1_007, wire_ns=25, wait_ns=300, idle_ns=81)
+    assert found.other == StepCounts(steps=1, tokens=100, compute_ns=4_000, idle_ns=950)
     total = sum(getattr(c, n) for c in (found.decode, found.other) for n in StepCounts.__slots__ if n.endswith("_ns"))
     assert total == time.now - 1_000
 

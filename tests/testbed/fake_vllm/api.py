@@ -111,7 +111,16 @@ class Handler(BaseHTTPRequestHandler):
             choice["token_ids"] = [1] * num_tokens
         usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": num_tokens}
         answer = {"id": "cmpl-1", "model": self.engine.name, "choices": [choice], "usage": usage}
-        self._answer(200, json.dumps(answer))
+        if body.get("stream"):
+            self._stream(answer)
+        else:
+            self._answer(200, json.dumps(answer))
+
+    def _stream(self, answer: dict[str, Any]) -> None:
+        """Answer in two events, the counts in the second one, as with `include_usage`."""
+        first = {**answer, "usage": None}
+        events = [json.dumps(first), json.dumps({**answer, "choices": []}), "[DONE]"]
+        self._answer(200, "".join(f"data: {event}\n\n" for event in events), "text/event-stream; charset=utf-8")
 
     def _permitted(self) -> bool:
         if not self.key or self.headers.get("Authorization") == f"Bearer {self.key}":

@@ -13,14 +13,15 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
-
-from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
+from typing import TYPE_CHECKING, Any
 
 from . import api
 from .script import Script, forever
 from .worker import Place
 from .worker import run as run_worker
+
+if TYPE_CHECKING:
+    from cpupp.plan.handoff import RankHandoff
 
 POLL_S = 0.05
 END_S = 5.0  # what children get between TERM and KILL, in vLLM too
@@ -41,9 +42,17 @@ def main(argv: list[str]) -> int:
             script.say(f"env {name}={value!r}")
     script.reach("configure")
     script.say(f"non-default args: {arguments}")
-    text = os.environ.get(HANDOFF_ENV)
-    node = FakeNode(script, arguments, plugins, RankHandoff.decode(text) if text else None)
+    node = FakeNode(script, arguments, plugins, handoff_of(os.environ.get("CPUPP_HANDOFF")))
     return node.run_follower() if "headless" in arguments else node.run_head()
+
+
+def handoff_of(text: str | None) -> RankHandoff | None:
+    """What cpupp has handed over; None where vLLM was started by hand, and cpupp is not on the path."""
+    if not text:
+        return None
+    from cpupp.plan.handoff import RankHandoff
+
+    return RankHandoff.decode(text)
 
 
 def allowed(plugin: str) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
-# From the site folder that the agent made, as in a real rank.
-from cpupp.plan.handoff import GroupReport, RankHandoff
-from cpupp.rank.announce import append_report
-from cpupp.rank.beat import Beat
-from cpupp.rank.step_clock import CLOCK
-
-from .gang import Line, Master, Member, Store
+from .gang import Count, Line, Master, Member
 from .script import Script, forever
+
+if TYPE_CHECKING:
+    from cpupp.plan.handoff import RankHandoff
 
 
 class Place:
@@ -55,12 +52,13 @@ def run(script: Script, place: Place, handoff: RankHandoff | None, steps: socket
     else:
         member = Member(place.master, place.rank)
     table = member.join()
+    count: Count = nullcontext
     if handoff is not None and handoff.mode != "stock":
-        CLOCK.open(os.path.dirname(handoff.reports), place.rank)  # noqa: PTH120
-        for kind, ranks in place.groups():
-            append_report(handoff.reports, announcement(place.rank, kind, ranks, table, handoff))
-        if place.local_rank == 0 and place.num_nodes > 1:
-            start_beat(handoff, place)
+        from . import ours
+
+        store = place.master if place.local_rank == 0 and place.num_nodes > 1 else None
+        ours.join(handoff, place.rank, place.groups(), table, store)
+        count = ours.counting
     script.talk()
     script.say("Starting to load model fake...")
     script.reach("load")
@@ -71,30 +69,24 @@ def run(script: Script, place: Place, handoff: RankHandoff | None, steps: socket
     script.say("Warming up done.")
     if isinstance(member, Master):
         assert steps is not None
-        serve_steps(script, member, Line(steps))
+        serve_steps(script, member, Line(steps), count)
     script.reach("serve")
     try:
         assert isinstance(member, Member)
-        member.serve(0.0)
+        member.serve(count)
     except OSError as error:
         script.say(f"[rank{place.rank}] pair of rank 0: {error}", "ERROR")
         forever()  # as stock vLLM: followers print, and stay
 
 
-def start_beat(handoff: RankHandoff, place: Place) -> None:
-    """Watch the other vLLM nodes as a real worker does, over the store here in the place of torch's."""
-    Beat(handoff, lambda: Store(place.master, 6.0), lambda report: append_report(handoff.reports, report)).start()
-
-
-def serve_steps(script: Script, master: Master, steps: Line) -> None:
+def serve_steps(script: Script, master: Master, steps: Line, count: Count) -> None:
     """Take the engine core's steps, one after the other."""
     steps.send({"ready": 1})
     try:
         while True:
             steps.receive()
-            CLOCK.step(1, 1)
-            done = master.step()
-            CLOCK.pause()
+            with count():
+                done = master.step()
             if done:
                 steps.send({"done": 1})
             elif script.on_lost == "hang":
@@ -104,26 +96,6 @@ def serve_steps(script: Script, master: Master, steps: Line) -> None:
                 steps.send({"failed": 1})
     except OSError:
         forever()  # the engine core is gone: the worker is an orphan that lives on, and keeps the master port
-
-
-def announcement(rank: int, kind: str, ranks: list[int], table: list[list[Any]], handoff: RankHandoff) -> GroupReport:
-    """What the communicator would announce: memory is shared where boot id and /dev/shm are the same."""
-    pairs = [(a, b) for a in ranks for b in ranks if a != b]
-    no_shm = handoff.no_shm or handoff.backend == "gloo"
-    shared = {pair: table[pair[0]] == table[pair[1]] and not no_shm for pair in pairs}
-    if handoff.mode != "links" and not all(shared.values()):
-        shared = dict.fromkeys(pairs, False)
-    transports = {True: "shm", False: "gloo"}
-    kinds = {transports[value] for value in shared.values()}
-    return GroupReport(
-        rank=rank,
-        pid=os.getpid(),
-        kind=kind,
-        ranks=ranks,
-        backend="mixed" if len(kinds) > 1 else kinds.pop(),
-        links=[[a, b, transports[shared[(a, b)]]] for a, b in pairs],
-        reason="scripted",
-    )
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
