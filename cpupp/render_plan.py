@@ -48,6 +48,8 @@ def _summary(page: Page, plan: Plan) -> None:
     rows.append(("served as", plan.served_name))
     rows.append(("rank 0 at", f"{url_host(plan.master_addr)}:{plan.master_port} (rendezvous)"))
     rows.append(("ranks talk", _COMMUNICATORS[plan.communicator]))
+    if plan.pipeline > 1:
+        rows.append(("batches", _MICRO_BATCHES[plan.micro_batches]))
     if plan.parallel_reason:
         rows.append(("split", plan.parallel_reason))
     if plan.layers_reason:
@@ -61,6 +63,12 @@ _COMMUNICATORS = {
     "links": "communicator links: every link by its own transport, proved at start",
     "fallback": "communicator fallback: one backend for each group, proved at start",
     "stock": "communicator stock: vLLM's own, nothing injected",
+}
+
+
+_MICRO_BATCHES = {
+    True: "micro-batches: requests in one part a stage where that is measured to be faster, long prompts in pieces",
+    False: "as vLLM makes them",
 }
 
 
@@ -208,6 +216,7 @@ def plan_data(plan: Plan, commands: Sequence[RankCommand]) -> dict[str, Any]:
         },
         "parallel": {"pipeline": plan.pipeline, "tensor": plan.tensor},
         "communicator": plan.communicator,
+        "micro_batches": plan.micro_batches,
         "head": plan.head,
         "master": {"address": plan.master_addr, "port": plan.master_port},
         "serve": {"host": plan.serve_host, "port": plan.serve_port},

@@ -35,7 +35,7 @@ def start_request(command: RankCommand, node: int, secrets: Secrets | None = Non
 
     secrets: where the values of `command.secrets` are; they reach the node alone, and its agent hides them.
     handoff: the fields of RankHandoff that depend on the run (`run`, `attempt`, `node_rank`, `num_nodes`, `mode`,
-    `backend`) and on the plan's word about the host (`no_shm`).
+    `backend`) and on the plan's word about the host (`no_shm`, `shares_cores`).
     """
     reports = f"{SITE}/reports-{node}.ndjson"
     text = RankHandoff(host=command.host, reports=reports, **handoff).encode()

@@ -65,6 +65,7 @@ class Start:
             mode=self.plan.communicator,
             backend=self.plan.backend,
             no_shm=bool(host.no_shm),
+            shares_cores=command.node_rank == 0 and self.plan.shares_cores,
         )
 
 

@@ -25,7 +25,7 @@ KNOWN_ENV = (
 
 def by_hand_commands(spec: ClusterSpec, plan: Plan) -> tuple[RankCommand, ...]:
     """The command of every vLLM node, as by hand. plan: of `spec`."""
-    stock = replace(plan, communicator="stock", args=dict(spec.engine.args))
+    stock = replace(plan, communicator="stock", micro_batches=False, args=dict(spec.engine.args))
     known = (*KNOWN_ENV, LAYERS_ENV) if spec.parallel.layers is not None else KNOWN_ENV
     hosts = {host.name: host for host in spec.hosts}
     shims = {host.name: host.shim for host in plan.hosts}

@@ -111,6 +111,14 @@ def _key_source(value: Any) -> Any:
 _SOURCES = "env (the launcher's variable of that name), env:OTHER_NAME, or file:PATH (its first line)"
 
 
+def _auto_or_off(value: Any) -> Any:
+    if value is False or value == "off":  # YAML 1.1 reads a bare off as false
+        return "off"
+    if value == "auto":
+        return value
+    raise SpecValueError(f"micro_batches {value!r} is not supported", "valid: auto, off")
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -145,7 +153,8 @@ SecretSource = Annotated[str, BeforeValidator(_secret_source)]
 class EngineSpec(_Strict):
     """How vLLM runs: its Python, `vllm serve` arguments, environment, and which communicator is injected.
 
-    secrets: variable -> where the launcher finds its value; keep_env: what else of a host's own environment passes.
+    secrets: variable -> where the launcher finds its value; keep_env: what else of a host's own environment passes;
+    micro_batches: whether the requests of a pipeline are cut into parts that follow each other through the stages.
     """
 
     python: str = Field(default="python3", min_length=1)
@@ -157,6 +166,7 @@ class EngineSpec(_Strict):
     communicator: Annotated[
         Literal["links", "fallback", "stock"], _choice(("links", "fallback", "stock"), "communicator")
     ] = "links"
+    micro_batches: Annotated[Literal["auto", "off"], BeforeValidator(_auto_or_off)] = "auto"
 
 
 class HostEngineSpec(_Strict):

@@ -19,6 +19,8 @@ from cpupp.plan.versions import binds_by_global_rank
 SITE = "{site}"
 PLUGINS_ENV = "VLLM_PLUGINS"
 PLUGIN = "cpupp"
+SCHEDULER_ARG = "scheduler_cls"
+SCHEDULER = "cpupp.rank.scheduler.make_scheduler"
 
 OWNED_ARGS: dict[str, str] = {
     "model": "model.path",
@@ -128,6 +130,8 @@ def _argv(plan: Plan, node: NodePlan, host: HostPlan) -> tuple[str, ...]:
         argv += ["--headless"]
     else:
         argv += ["--host", plan.serve_host, "--port", str(plan.serve_port)]
+        if plan.micro_batches:
+            argv += _flag(SCHEDULER_ARG, SCHEDULER)
     for name, value in plan.args.items():
         argv += _flag(name, value)
     return tuple(argv)

@@ -31,7 +31,8 @@ class RankHandoff:
     mode: `links`, `fallback` or `stock` (issue: which communicator to inject); backend: `auto`, `shm` (demanded) or
     `gloo` (forced); reports: absolute path of the NDJSON file to append to; host: the host's name in the cluster file;
     no_shm: the plan found too little room in this host's /dev/shm, so its groups that share memory are gloo;
-    num_nodes: vLLM nodes of the run, which watch each other when there are several (rank/beat.py).
+    num_nodes: vLLM nodes of the run, which watch each other when there are several (rank/beat.py);
+    shares_cores: API server and engine have no core but those of this node's ranks.
     """
 
     run: str
@@ -43,6 +44,7 @@ class RankHandoff:
     host: str
     no_shm: bool
     num_nodes: int = 1
+    shares_cores: bool = False
 
     def encode(self) -> str:
         """Return one line of JSON (ASCII, sorted keys), the value of `CPUPP_HANDOFF`."""

@@ -27,6 +27,7 @@ from cpupp.plan.roofline import RankReads
 from cpupp.plan.secret import key_source, secret_sources
 from cpupp.plan.shm_room import hosts_without_room
 from cpupp.plan.threads import CorePlan, plan_cores
+from cpupp.plan.versions import takes_micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,8 @@ class HostPlan:
 class Plan:
     """The whole plan. machines: host names that share memory; assumed: what was not observed but taken as given.
 
-    details: of each of `groups`.
+    details: of each of `groups`; micro_batches: whether cpupp's scheduler stands in the place of vLLM's; shares_cores:
+    whether API server and engine have no core but those of the head's ranks.
     key_source: of the API's key, see plan/secret.py; keep_env: see EngineSpec.
     deadlines: seconds for each phase of the start, by the key of the cluster file.
     """
@@ -102,8 +104,10 @@ class Plan:
     tensor: int
     local_world_size: int
     communicator: str
+    micro_batches: bool
     backend: str
     head: str
+    shares_cores: bool
     master_addr: str
     master_port: int
     serve_host: str
@@ -163,8 +167,10 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         tensor=grid.tensor,
         local_world_size=grid.local_world_size,
         communicator=spec.engine.communicator,
+        micro_batches=_micro_batches(spec, grid, facts.get(head)),
         backend=spec.network.backend,
         head=head,
+        shares_cores=bool(cores.cores[0]) and not cores.reserved,
         master_addr=endpoints[head].address if spec.network.master_addr == "auto" else spec.network.master_addr,
         master_port=master_port(spec, facts.get(head)),
         serve_host=spec.serve.host,
@@ -250,6 +256,13 @@ def master_port(spec: ClusterSpec, head: HostFacts | None) -> int:
     taken = {spec.serve.port}
     free = [p for p in head.free_ports if p not in taken] if head else []
     return free[0] if free else ASSUMED_MASTER_PORT
+
+
+def _micro_batches(spec: ClusterSpec, grid: Grid, head: HostFacts | None) -> bool:
+    """Whether cpupp's scheduler is put in: not over the user's own choice, nor where vLLM is left as it is."""
+    own = any(str(name).lstrip("-").replace("-", "_").startswith("scheduler_c") for name in spec.engine.args)
+    wanted = spec.engine.micro_batches == "auto" and spec.engine.communicator == "links" and not own
+    return wanted and grid.pipeline > 1 and head is not None and takes_micro_batches(head.engine.vllm)
 
 
 def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None, no_shm: str) -> HostPlan:

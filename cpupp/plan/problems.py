@@ -21,7 +21,7 @@ _HOMES = {
     "pipeline": "parallel", "tensor": "parallel", "layers": "parallel",
     "ssh": "hosts[]", "local": "hosts[]", "address": "hosts[]", "slots": "hosts[]", "cores": "hosts[]",
     "python": "engine", "args": "engine", "env": "engine", "executor": "engine", "communicator": "engine",
-    "secrets": "engine", "keep_env": "engine", "api_key_env": "serve",
+    "secrets": "engine", "keep_env": "engine", "micro_batches": "engine", "api_key_env": "serve",
     "interface": "network", "master_addr": "network", "master_port": "network", "backend": "network",
     "host": "serve", "port": "serve",
     "connect": "deadlines", "spawn": "deadlines", "import": "deadlines", "join": "deadlines", "load": "deadlines",

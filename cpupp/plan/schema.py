@@ -47,6 +47,9 @@ def _correct(made: dict[str, Any]) -> None:
         {"const": "auto"},
         {"type": "integer", "minimum": 1, "maximum": 65535},
     ]
+    micro_batches = made["$defs"]["EngineSpec"]["properties"]["micro_batches"]
+    micro_batches["enum"].append(False)  # YAML's bare off
+    micro_batches.pop("type")
     seconds = [*made["$defs"]["DeadlinesSpec"]["properties"].values()]
     for value in [*seconds, made["$defs"]["RestartSpec"]["properties"]["backoff"]]:
         value.update({"exclusiveMinimum": 0, "maximum": MAX_SECONDS})

@@ -59,6 +59,11 @@ WORDS: dict[str, str] = {
         "What carries data between ranks: cpupp's, a transport for every link; cpupp's, one backend for every"
         " group; vLLM's own."
     ),
+    "engine.micro_batches": (
+        "auto: the decoding requests of a pipeline go in one part a stage where that is measured to be faster, and "
+        "long prompts in pieces that follow each other through the stages; with communicator links and vLLM 0.32. "
+        "off: batches as vLLM makes them."
+    ),
     "network.interface": "One interface name that every host has. auto: on each host the one that holds its address.",
     "network.master_addr": "Where rank 0 is found. auto: the head's address.",
     "network.master_port": "Port of the rendezvous. auto: a free one of the head.",

@@ -184,6 +184,16 @@ def binds_by_global_rank(version: str) -> bool:
     return parsed is not None and parsed < (0, 20, 0)
 
 
+def takes_micro_batches(version: str) -> bool:
+    """Whether rank/scheduler.py may stand in the place of this version's scheduler.
+
+    vLLM calls that interface its own, so only versions whose scheduler was read and run: 0.32
+    (v1/core/sched/scheduler.py, v1/engine/core.py). Older, newer and unknown ones keep their own.
+    """
+    parsed = parse_version(version)
+    return parsed is not None and (0, 32, 0) <= parsed < (0, 33, 0)
+
+
 def too_old(version: str) -> str | None:
     """Say when a version cannot be used at all."""
     parsed = parse_version(version)

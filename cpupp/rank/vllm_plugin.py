@@ -8,11 +8,13 @@ raised: vLLM does not guard that call.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 COMMUNICATORS = {
     "links": "cpupp.rank.vllm_adapter.LinksCommunicator",
     "fallback": "cpupp.rank.vllm_adapter.FallbackCommunicator",
 }
+READER_SPIN_S = 0.0
 _registered_in: int | None = None
 
 
@@ -33,6 +35,8 @@ def register() -> None:
     handoff = RankHandoff.decode(text)
     try:
         version = _inject(COMMUNICATORS.get(handoff.mode))
+        if handoff.shares_cores and handoff.mode != "stock":
+            _read_without_spinning()
         append_report(handoff.reports, PluginReport(pid=os.getpid(), vllm=version, mode=handoff.mode))
     except BaseException as error:
         append_error(handoff.reports, "cpupp.rank.vllm_plugin.register", error)
@@ -54,3 +58,24 @@ def _inject(communicator: str | None) -> str:
         except PackageNotFoundError:
             continue
     return "unknown"
+
+
+def _read_without_spinning() -> None:
+    """Let a worker sleep at once when there is no message for it, on a host whose only cores the workers have.
+
+    The reader of vLLM's broadcast queue yields in a loop for a second after each message before it sleeps
+    (v1 executor; shm_broadcast.py, `SpinCondition.busy_loop_s`, measured with 0.32.0). There it takes the core from the
+    engine that it waits for. A version that does not look again by itself keeps its spin: it could miss a message.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast  # type: ignore[import-not-found, unused-ignore]
+
+    if not hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
+        return
+    original = shm_broadcast.SpinCondition.__init__
+
+    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.is_reader:
+            self.busy_loop_s = READER_SPIN_S
+
+    shm_broadcast.SpinCondition.__init__ = quiet

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cpupp.plan.command import SCHEDULER
 from tests.e2e.runs import PORT, Run, write_site
 from tests.testbed.bed import Bed
 from tests.testbed.host import Host
@@ -20,10 +21,11 @@ Command = Mapping[str, Any]
 
 
 def commands_of(run: Run) -> list[Command]:
-    """The commands that a launch ran."""
+    """The commands that a launch ran, without the scheduler that only its site folder has."""
     plan = next(run.state.glob("cpupp/runs/*/plan.json"))
     commands: list[Command] = json.loads(plan.read_text(encoding="utf-8"))["commands"]
-    return commands
+    ours = ("--scheduler-cls", SCHEDULER)
+    return [{**command, "argv": [word for word in command["argv"] if word not in ours]} for command in commands]
 
 
 @contextmanager

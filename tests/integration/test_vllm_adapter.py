@@ -29,6 +29,7 @@ from cpupp.plan.handoff import (
 )
 from cpupp.rank.communicator import Communicator
 from cpupp.rank.identity import Obstacle
+from tests.integration import scheduling
 from tests.integration.gang import ROOT, Gang
 
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -380,3 +381,66 @@ def test_a_compiled_model_calls_our_collectives(gang: Gang, tmp_path: Path) -> N
     for backend in ("auto", "gloo"):
         answers = gang.run(compiled, handoff(tmp_path, "links", backend).encode())
         assert answers == [[[7.0] * 4] * 2] * 2
+
+
+def test_decoding_requests_go_in_one_part_a_stage(gang: Gang, tmp_path: Path) -> None:
+    ((sizes, counts, finished, lengths),) = gang.run(scheduling.cut_evenly, str(tmp_path), ranks=1)
+    assert set(sizes) == {16}
+    assert set(counts) == {8}
+    assert (finished, lengths) == (32, {24})
+
+
+def test_requests_that_come_and_go_all_get_their_tokens(gang: Gang, tmp_path: Path) -> None:
+    ((finished, short, left),) = gang.run(scheduling.unequal, str(tmp_path), ranks=1)
+    assert finished == 40
+    assert set(short) <= {5, 12, 19, 26, 33}  # those that were taken back
+    assert left == (0, 0)
+
+
+def test_a_long_prompt_goes_in_pieces_and_stops_nobody(gang: Gang, tmp_path: Path) -> None:
+    ((tokens, pieces, most, finished),) = gang.run(scheduling.a_long_prompt, str(tmp_path), ranks=1)
+    assert tokens == 4000
+    assert 4 < pieces < 40
+    assert most <= 3
+    assert finished == 5
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_preempted_requests_come_to_their_end(gang: Gang, tmp_path: Path, policy: str) -> None:
+    assert gang.run(scheduling.no_room, str(tmp_path), policy, ranks=1) == [[True, 8, {64}]]
+
+
+def test_no_empty_batch_and_no_old_tokens_are_sent(gang: Gang, tmp_path: Path) -> None:
+    ((batches, sent),) = gang.run(scheduling.alone, str(tmp_path), ranks=1)
+    assert batches == [8, 1, 1, 1, 1, 0]
+    assert sent == [0] * 6
+
+
+def test_other_kinds_of_engine_keep_their_scheduler(gang: Gang) -> None:
+    assert gang.run(scheduling.other_kinds, ranks=1) == [
+        ["MicroBatchScheduler", "Scheduler", "AsyncScheduler", "Scheduler", "Scheduler"]
+    ]
+
+
+def no_spin(rank: int) -> list[float]:
+    import zmq
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    from cpupp.rank.vllm_plugin import _read_without_spinning
+
+    stock = SpinCondition.__init__
+    with zmq.Context() as context, tempfile.TemporaryDirectory() as folder:
+        found = []
+        for quiet in (False, True):
+            if quiet:
+                _read_without_spinning()
+            reader = SpinCondition(True, context, f"ipc://{folder}/socket")
+            found.append(reader.busy_loop_s)
+            for socket in (reader.local_notify_socket, reader.read_cancel_socket, reader.write_cancel_socket):
+                socket.close(0)
+    SpinCondition.__init__ = stock
+    return found
+
+
+def test_a_reader_without_a_core_of_its_own_sleeps_at_once(gang: Gang) -> None:
+    assert gang.run(no_spin, ranks=1) == [[1, 0]]

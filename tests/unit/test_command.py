@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpupp.plan.command import OWNED_ARGS, OWNED_ENV, make_commands
-from cpupp.plan.plan import make_plan
+from cpupp.plan.plan import Plan, make_plan
 from cpupp.render_plan import plan_data, plan_page, quote
 from tests.unit.factory import cluster, engine, host, machines, model_folder
 
@@ -47,6 +47,7 @@ def test_the_head_and_its_follower() -> None:
         *("--served-model-name", "/models/tiny", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "1"),
         *("--distributed-executor-backend", "mp", "--nnodes", "2", "--node-rank", "0"),
         *("--master-addr", "10.0.0.1", "--master-port", "21000", "--host", "0.0.0.0", "--port", "8000"),
+        *("--scheduler-cls", "cpupp.rank.scheduler.make_scheduler"),
     )
     assert follower.argv[-5:] == ("--master-addr", "10.0.0.1", "--master-port", "21000", "--headless")
     assert follower.env == {
@@ -159,6 +160,42 @@ def test_an_allow_list_of_plugins_does_not_leave_ours_out() -> None:
     for given_list, wanted in (("a,b", "a,b,cpupp"), ("cpupp", "cpupp"), ("", "cpupp")):
         spec = cluster("a", engine={"env": {"VLLM_PLUGINS": given_list}})
         assert make_commands(make_plan(spec, {}))[0].env["VLLM_PLUGINS"] == wanted
+
+
+def scheduler_of(plan: Plan) -> list[str | None]:
+    """The scheduler in each command."""
+    found = []
+    for command in make_commands(plan):
+        argv = list(command.argv)
+        found.append(argv[argv.index("--scheduler-cls") + 1] if "--scheduler-cls" in argv else None)
+    return found
+
+
+def test_the_head_gets_the_scheduler() -> None:
+    plan = make_plan(cluster("a", "b", pipeline=2), machines("a", "b"))
+    assert scheduler_of(plan) == ["cpupp.rank.scheduler.make_scheduler", None]
+
+
+@pytest.mark.parametrize(
+    ("vllm", "pipeline", "engine_keys"),
+    [
+        ("0.31.0", 2, {}),
+        ("0.33.0", 2, {}),
+        ("0.32.0", 1, {}),
+        ("0.32.0", 2, {"micro_batches": "off"}),
+        ("0.32.0", 2, {"micro_batches": False}),  # YAML's bare off
+        ("0.32.0", 2, {"communicator": "fallback"}),
+        ("0.32.0", 2, {"communicator": "stock"}),
+        ("0.32.0", 2, {"args": {"scheduler-cls": "mine.Scheduler"}}),
+    ],
+)
+def test_elsewhere_the_scheduler_is_vllms_or_the_users(
+    vllm: str, pipeline: int, engine_keys: dict[str, object]
+) -> None:
+    facts = machines("a", "b", engine=engine(vllm=vllm))
+    plan = make_plan(cluster("a", "b", pipeline=pipeline, tensor=2 // pipeline, engine=engine_keys), facts)
+    assert "cpupp.rank.scheduler.make_scheduler" not in scheduler_of(plan)
+    assert not plan.micro_batches
 
 
 def test_the_user_cannot_override_what_cpupp_owns() -> None:

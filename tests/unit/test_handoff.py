@@ -32,6 +32,7 @@ HANDOFFS = st.builds(
     host=TEXT,
     no_shm=st.booleans(),
     num_nodes=st.integers(1, 32),
+    shares_cores=st.booleans(),
 )
 REPORTS = st.one_of(
     st.builds(PluginReport, pid=st.integers(1), vllm=TEXT, mode=TEXT),

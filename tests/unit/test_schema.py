@@ -41,12 +41,14 @@ def test_every_ready_file_is_valid(path: Path) -> None:
         ({"network": {"master_port": 70000}}, "70000"),
         ({"deadlines": {"load": 0}}, "0"),
         ({"engine": {"communicator": "nccl"}}, "nccl"),
+        ({"engine": {"micro_batches": "no"}}, "no"),
         ({"hosts": []}, "non-empty"),
     ],
 )
 def test_mistakes_are_seen(change: dict[str, Any], words: str) -> None:
     good = {"name": "x", "model": {"path": "/m"}, "parallel": "auto", "hosts": [{"name": "a", "local": True}]}
     assert mistakes(good) == []
+    assert mistakes({**good, "engine": yaml.safe_load("micro_batches: off")}) == []
     assert any(words in text for text in mistakes({**good, **change}))
 
 

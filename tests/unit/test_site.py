@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cpupp.launch.bench_comm import BenchOptions, BenchRun
 from cpupp.launch.start import Start
 from cpupp.plan.bench_comm import bench_commands
 from cpupp.plan.command import make_commands
 from cpupp.plan.handoff import HANDOFF_ENV, RankHandoff
 from cpupp.plan.plan import Plan, make_plan
-from tests.unit.factory import cluster, machines
+from tests.unit.factory import cluster, cpus, machines
 
 MIB = 1 << 20
 
@@ -50,6 +52,14 @@ def test_launch_tells_ranks_that_there_is_no_room() -> None:
     commands = make_commands(plan)
     start = Start(plan=plan, commands=commands, run="r", attempt=1, created=0.0)
     assert [told(start.request(command)) for command in commands] == [("a", False), ("b", True)]
+
+
+@pytest.mark.parametrize(("cores", "shared"), [(1, [True, False]), (2, [False, False])])
+def test_launch_tells_the_head_that_the_engine_has_no_core(cores: int, shared: list[bool]) -> None:
+    plan = make_plan(cluster("a", "b", pipeline=2), machines("a", "b", cpus=cpus(cores)))
+    start = Start(plan=plan, commands=make_commands(plan), run="r", attempt=1, created=0.0)
+    sent = [start.request(command)["site_env"][HANDOFF_ENV] for command in start.commands]
+    assert [RankHandoff.decode(text).shares_cores for text in sent] == shared
 
 
 def test_bench_comm_tells_ranks_that_there_is_no_room(tmp_path: Path) -> None:
