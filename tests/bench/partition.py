@@ -110,7 +110,7 @@ def _rate(folder: Path, bed: Bed, first: int, *, eager: bool) -> float:
         parallel={"pipeline": 2, "layers": [first, NUM_LAYERS - first]},
         engine={"args": {"enforce_eager": eager, "max_num_batched_tokens": 512}},
     )
-    rates = []
+    rates: list[float] = []
     with launched(folder / "run", bed, cluster) as run:
         run.wait_for("ready")
         for turn in range(TURNS):
