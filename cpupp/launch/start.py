@@ -66,6 +66,7 @@ class Start:
             backend=self.plan.backend,
             no_shm=bool(host.no_shm),
             shares_cores=command.node_rank == 0 and self.plan.shares_cores,
+            packed_weights=self.plan.packed_weights,
         )
 
 

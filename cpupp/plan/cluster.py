@@ -167,6 +167,7 @@ class EngineSpec(_Strict):
         Literal["links", "fallback", "stock"], _choice(("links", "fallback", "stock"), "communicator")
     ] = "links"
     micro_batches: Annotated[Literal["auto", "off"], BeforeValidator(_auto_or_off)] = "auto"
+    packed_weights: Annotated[Literal["auto", "off"], BeforeValidator(_auto_or_off)] = "auto"
 
 
 class HostEngineSpec(_Strict):

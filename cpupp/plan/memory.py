@@ -49,12 +49,17 @@ def memory_needs(spec: ClusterSpec, grid: Grid, model: ModelFacts) -> MemoryNeed
     context = context_length(spec, model)
     token = kv_bytes_per_layer(spec, model, grid.tensor)
     per_token = tuple(0 if layer in model.stateful_layers else token for layer in range(model.num_layers))
+    weights = rank_weights(spec, model, grid.tensor)
+    runtime = [RANK_OVERHEAD + _activations(spec, grid, model, s) for s in range(grid.pipeline)]
+    # The last stage holds its head twice, as stored and packed by oneDNN or by rank/packed_linear.py: vLLM 0.32 packs
+    # with `remove_weight=False` there, because the embedding may be the same tensor.
+    runtime[-1] += weights.head if weights is not None else 0
     return MemoryNeeds(
-        weights=rank_weights(spec, model, grid.tensor),
+        weights=weights,
         context=context,
         per_token=per_token,
         sequence=sequence_bytes(spec, grid, model, context),
-        runtime=tuple(RANK_OVERHEAD + _activations(spec, grid, model, s) for s in range(grid.pipeline)),
+        runtime=tuple(runtime),
     )
 
 

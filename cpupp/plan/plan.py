@@ -105,6 +105,7 @@ class Plan:
     local_world_size: int
     communicator: str
     micro_batches: bool
+    packed_weights: bool
     backend: str
     head: str
     shares_cores: bool
@@ -168,6 +169,7 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         local_world_size=grid.local_world_size,
         communicator=spec.engine.communicator,
         micro_batches=_micro_batches(spec, grid, facts.get(head)),
+        packed_weights=spec.engine.packed_weights == "auto" and spec.engine.communicator != "stock",
         backend=spec.network.backend,
         head=head,
         shares_cores=bool(cores.cores[0]) and not cores.reserved,

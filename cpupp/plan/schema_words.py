@@ -64,6 +64,10 @@ WORDS: dict[str, str] = {
         "long prompts in pieces that follow each other through the stages; with communicator links and vLLM 0.32. "
         "off: batches as vLLM makes them."
     ),
+    "engine.packed_weights": (
+        "auto: where the CPU has no instructions for 16-bit floats (AVX2 alone), linear layers run on weights packed"
+        " as float16 with sums in float32, several times as fast for more than one token. off: vLLM's own way."
+    ),
     "network.interface": "One interface name that every host has. auto: on each host the one that holds its address.",
     "network.master_addr": "Where rank 0 is found. auto: the head's address.",
     "network.master_port": "Port of the rendezvous. auto: a free one of the head.",

@@ -24,6 +24,7 @@ from cpupp.rank import graph_ops
 from cpupp.rank.announce import append_error, append_report
 from cpupp.rank.beat import start_beat
 from cpupp.rank.communicator import Communicator
+from cpupp.rank.packed_linear import PackedLinear, is_worth_packing
 from cpupp.rank.vllm_steps import count_steps
 
 # vLLM makes the TP group before the PP group, in every version.
@@ -55,10 +56,12 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
         )
         self.unique_name = unique_name
         self.links: Communicator | None = None
-        cure_compiled_loading()
+        handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
+        cure_compiled_loading(handoff)
+        if handoff.packed_weights:
+            cure_plain_linear()
         if not ours:
             return
-        handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
         count_steps(handoff.reports, torch.distributed.get_rank())
         if self.world_size == 1:
             return
@@ -212,7 +215,35 @@ def cure_eager_pipeline() -> None:
     GPUModelRunner.sync_and_gather_intermediate_tensors = cured
 
 
-def cure_compiled_loading() -> None:
+def cure_plain_linear() -> None:
+    """Pack the weights of linear layers for which vLLM prepares nothing on this CPU.
+
+    vLLM 0.32 asks oneDNN for a product, which has none for bfloat16 on AVX2 ("Failed to create oneDNN linear, fallback
+    to torch linear"), and then takes torch's, whose time grows with the number of tokens. What it did prepare sits in
+    a function with a closure; the plain fallback has none.
+    """
+    from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
+
+    original = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+    if original is None or hasattr(original, "cpupp"):
+        return
+
+    @wraps(original)
+    def cured(layer: torch.nn.Module, remove_weight: bool) -> None:
+        original(layer, remove_weight)
+        prepared = getattr(layer.cpu_linear, "__closure__", None) if hasattr(layer, "cpu_linear") else True
+        if prepared or layer.weight.is_meta or not is_worth_packing(layer.weight):
+            return
+        weight = layer.weight
+        layer.cpu_linear = PackedLinear(weight)
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    cured.cpupp = True  # type: ignore[attr-defined]  # marks the function as patched
+    utils.dispatch_cpu_unquantized_gemm = cured
+
+
+def cure_compiled_loading(handoff: RankHandoff) -> None:
     """Let a compiled model be loaded from the cache of an earlier start instead of compiled again.
 
     vLLM ends the loading of a stored function by its `finalize_loading`. On CPU the stored function is torch's own,
@@ -248,18 +279,18 @@ def cure_compiled_loading() -> None:
     def cured_factors(*args: Any, **kwargs: Any) -> list[str]:
         nonlocal keyed
         keyed = True
-        return [*factors(*args, **kwargs), compiled_for()]
+        return [*factors(*args, **kwargs), compiled_for(packed=handoff.packed_weights)]
 
     cured_load.cpupp = True  # type: ignore[attr-defined]  # marks the function as patched
     torch.compiler.load_compiled_function = cured_load
     caching.aot_compile_hash_factors = cured_factors
 
 
-def compiled_for() -> str:
+def compiled_for(*, packed: bool) -> str:
     """What code compiled here depends on, beyond the model and the versions: instructions, threads, the compiler's
-    environment.
+    environment, and whether weights may be packed.
     """
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     lines = {line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(("flags", "Features"))}
     settings = {n: v for n, v in os.environ.items() if n.startswith(COMPILER_ENV) and n != "TORCHINDUCTOR_CACHE_DIR"}
-    return f"{sorted(lines)} {torch.get_num_threads()} {sorted(settings.items())}"
+    return f"{sorted(lines)} {torch.get_num_threads()} {sorted(settings.items())} packed={packed}"

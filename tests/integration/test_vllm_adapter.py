@@ -319,8 +319,8 @@ def store_and_load(rank: int, folder: str) -> list[Any]:
         made.save_compiled_function(str(path))
         found = [hasattr(load()._artifacts.compiled_fn, "finalize_loading")]
         with patch.object(caching, "aot_compile_hash_factors", lambda config: ["model"]):
-            cure_compiled_loading()
-            cure_compiled_loading()
+            cure_compiled_loading(handoff(Path(folder), "links"))
+            cure_compiled_loading(handoff(Path(folder), "links"))
             found.append(hasattr(load()._artifacts.compiled_fn, "finalize_loading"))  # our part is not in the key yet
             caching.aot_compile_hash_factors(None)
             loaded = load()
