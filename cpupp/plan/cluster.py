@@ -39,14 +39,15 @@ class SpecValueError(ValueError):
 
 
 def _choice(valid: tuple[str, ...], what: str) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if value in valid:
-            return value
-        reason = UNSUPPORTED.get(str(value).lower())
-        tail = f": {reason}" if reason else ""
-        raise SpecValueError(f"{what} {value!r} is not supported{tail}", f"valid: {', '.join(valid)}")
+    return BeforeValidator(lambda value: _chosen(value, valid, what))
 
-    return BeforeValidator(check)
+
+def _chosen(value: Any, valid: tuple[str, ...], what: str) -> Any:
+    if value in valid:
+        return value
+    reason = UNSUPPORTED.get(str(value).lower())
+    tail = f": {reason}" if reason else ""
+    raise SpecValueError(f"{what} {value!r} is not supported{tail}", f"valid: {', '.join(valid)}")
 
 
 def _port_or_auto(value: Any) -> Any:
@@ -111,12 +112,9 @@ def _key_source(value: Any) -> Any:
 _SOURCES = "env (the launcher's variable of that name), env:OTHER_NAME, or file:PATH (its first line)"
 
 
-def _auto_or_off(value: Any) -> Any:
-    if value is False or value == "off":  # YAML 1.1 reads a bare off as false
-        return "off"
-    if value == "auto":
-        return value
-    raise SpecValueError(f"micro_batches {value!r} is not supported", "valid: auto, off")
+def _auto_or_off(what: str) -> BeforeValidator:
+    valid = ("auto", "off")
+    return BeforeValidator(lambda value: _chosen("off" if value is False else value, valid, what))  # YAML 1.1's off
 
 
 class _Strict(BaseModel):
@@ -166,8 +164,8 @@ class EngineSpec(_Strict):
     communicator: Annotated[
         Literal["links", "fallback", "stock"], _choice(("links", "fallback", "stock"), "communicator")
     ] = "links"
-    micro_batches: Annotated[Literal["auto", "off"], BeforeValidator(_auto_or_off)] = "auto"
-    packed_weights: Annotated[Literal["auto", "off"], BeforeValidator(_auto_or_off)] = "auto"
+    micro_batches: Annotated[Literal["auto", "off"], _auto_or_off("micro_batches")] = "auto"
+    packed_weights: Annotated[Literal["auto", "off"], _auto_or_off("packed_weights")] = "auto"
 
 
 class HostEngineSpec(_Strict):

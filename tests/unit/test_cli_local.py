@@ -240,8 +240,8 @@ def test_a_state_folder_that_cannot_be_made(cluster: Path, tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (3, "")
     words = done.stderr[done.stderr.index("error:") :]
     assert words.startswith(f"error: {tmp_path}/file/cpupp/runs/local-")
-    assert "the run's folder cannot be made: Not a directory" in words
-    assert "hint: set XDG_STATE_HOME to a folder that you can write" in words
+    assert "the run's folder cannot be written: Not a directory" in words
+    assert "set XDG_STATE_HOME to a folder that you can write" in words
 
 
 @pytest.mark.parametrize("says", ["@engine nonsense", "@engine {}", "hello"])
