@@ -22,6 +22,9 @@ COMPILED_DTYPE = "float32"
 """A compiled model fuses across layers, and a stage boundary cuts one fusion: in bfloat16 some sums round once more,
 with stock communication too, and a greedy choice between two near tokens can turn. In float32 only a fault turns it."""
 
+FEW = 6
+"""Prompts of the other layouts, where two hosts have answered all: every one of 64 tokens takes the layout's links."""
+
 STEP = 512
 """Tokens of the largest step: a compiled start runs one, and on one core that takes a minute at vLLM's default."""
 
@@ -37,7 +40,7 @@ def _compiled(folders: Folders) -> Answers:
 
 
 def _random(folders: Folders) -> Answers:
-    return stock_answers(folders.mktemp("random"), random_llama(), eager=True, cores=(0, 1), port=8123)
+    return stock_answers(folders.mktemp("random"), random_llama(), eager=True, cores=(0, 1), port=8123, num_prompts=FEW)
 
 
 MAKERS = {"stock_compiled": _compiled, "stock_eager": _eager, "stock_random": _random}
@@ -114,7 +117,7 @@ def test_one_host_two_slots_by_shm(tmp_path: Path, stock_eager: Answers) -> None
         cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed, [2]))
         with launched(tmp_path, bed, cluster) as run:
             run.wait_for("ready")
-            assert differences(answers_of(bed[0]), stock_eager) == []
+            assert differences(answers_of(bed[0], FEW), stock_eager[:FEW]) == []
             assert transports(run.events()) == {"shm"}
             run.stop()
         assert_quiet(bed)
@@ -126,7 +129,7 @@ def test_three_stages_on_two_and_one_slots(tmp_path: Path, stock_eager: Answers)
         cluster = write_cluster(tmp_path / "c.yaml", smollm2(), ssh_hosts(bed, [2, 1]))
         with launched(tmp_path, bed, cluster) as run:
             run.wait_for("ready")
-            assert differences(answers_of(bed[0]), stock_eager) == []
+            assert differences(answers_of(bed[0], FEW), stock_eager[:FEW]) == []
             assert transports(run.events()) == {"mixed"}
             run.stop()
         assert_quiet(bed)
@@ -139,7 +142,7 @@ def test_tensor_two_pipeline_two(tmp_path: Path, stock_random: Answers) -> None:
         )
         with launched(tmp_path, bed, cluster) as run:
             run.wait_for("ready")
-            assert differences(answers_of(bed[0]), stock_random) == []
+            assert differences(answers_of(bed[0], FEW), stock_random) == []
             assert transports(run.events()) == {"shm", "gloo"}
             run.stop()
         assert_quiet(bed)

@@ -90,12 +90,10 @@ FAULTS = [
         ranks=[1],
         words="the agent was killed by SIGKILL",
     ),
-    Fault(name="kill-agent-head-starting", at="starting", strike=send("agent", 0, KILL), host=0, code="HOST-LOST"),
     Fault(name="kill-keeper-follower", strike=send("keeper", 1, KILL), host=1, code="KEEPER-LOST", ranks=[1]),
     Fault(
         name="kill-main-head", strike=send("main", 0, KILL), host=0, code="RANK-SIGNAL", words="probably out of memory"
     ),
-    Fault(name="kill-main-follower", strike=send("main", 1, KILL), host=1, code="RANK-SIGNAL", ranks=[1]),
     Fault(name="kill-core-starting", at="starting", strike=send("core", 0, KILL), host=0, code="RANK-EXIT"),
     Fault(name="kill-worker-follower", strike=send("worker", 1, KILL), host=1, code="RANK-DIED|RANK-EXIT", ranks=[1]),
     Fault(
@@ -112,14 +110,12 @@ FAULTS = [
     Fault(
         name="segv-worker-head", strike=send("worker", 0, SEGV), host=0, code="RANK-DIED", words="segmentation fault"
     ),
-    Fault(name="segv-core", strike=send("core", 0, SEGV), host=0, code="RANK-EXIT"),
     # Stopped
     Fault(name="stop-launcher", strike=signal_launcher(STOP), bound_s=LEASH_S, repair=resume, code="LAUNCHER-STOPPED"),
     Fault(name="stop-agent-follower", strike=send("agent", 1, STOP), host=1, code="HOST-LOST"),
     Fault(name="stop-keeper-head", strike=send("keeper", 0, STOP), host=0, code="KEEPER-LOST"),
     Fault(name="stop-worker-follower", strike=send("worker", 1, STOP), host=1, code="RANK-HALTED", ranks=[1]),
     Fault(name="stop-core", strike=send("core", 0, STOP), host=0, code="RANK-HALTED", words="VLLM::EngineCor"),
-    Fault(name="stop-main-starting", at="starting", strike=send("main", 1, STOP), host=1, code="RANK-HALTED"),
     # Cut
     Fault(name="link-down-follower", strike=cut(1), repair=mend, bound_s=LEASH_S, host=1, code="HOST-LOST", ranks=[1]),
     Fault(name="packets-dropped-head", strike=drop(0), repair=mend, bound_s=LEASH_S, host=0, code="HOST-LOST"),
