@@ -66,7 +66,15 @@ def is_cluster_file(root: Path, wanted: str) -> bool:
         return True
     if not Path(wanted).is_file():
         return False
-    return not any(wanted == run.name or run.run.startswith(wanted) for run in all_runs(root))
+    return not any(wanted == run.name or run.run.startswith(wanted) for run in _readable_runs(root))
+
+
+def _readable_runs(root: Path) -> list[Run]:
+    """Every run that has a record here; none where records cannot be read: the hosts know their runs, too."""
+    try:
+        return all_runs(root)
+    except CpuppError:
+        return []
 
 
 def _ask_hosts(root: Path, wanted: str | None, spec: ClusterSpec) -> Target:
@@ -91,7 +99,7 @@ def choose_on_hosts(
     found = runs_found(spec.name, refs, sites)
 
     def known() -> list[Run]:
-        return joined([run for run in all_runs(root) if run.name == spec.name], found)
+        return joined([run for run in _readable_runs(root) if run.name == spec.name], found)
 
     if known():
         return _choose(known, wanted)

@@ -61,6 +61,12 @@ def test_records_that_cannot_be_read_are_not_no_records(tmp_path: Path, words: l
     done = cpupp(tmp_path, *words)
     assert (done.returncode, done.stdout) == (3, "")
     assert "the records of runs cannot be read: Not a directory" in done.stderr
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text("name: c\nmodel: {path: m, num_layers: 2}\nhosts:\n  - {name: a, local: true}\n")
+    if words not in (["stop", "--all"], ["ps"]):  # a cluster file's hosts know their runs, too
+        asked = cpupp(tmp_path, *words, str(cluster))
+        assert "no run of cluster c is on its hosts" in asked.stderr or words == ["stop"]
+        assert asked.returncode == (0 if words == ["stop"] else 2)
 
 
 def test_a_run_that_is_not_known_lists_those_that_are(state: Path) -> None:
