@@ -46,7 +46,7 @@ class Examination:
     def measure(self, needs: Collection[str], *, with_file: bool) -> Measured:
         """Return what is needed. with_file: whether spec is a cluster file's, not the stand-in for this machine."""
         found: Measured = {}
-        if "health" in needs or "vllm" in needs:
+        if "health" in needs:
             found["health"] = self._each(HealthFacts, "health", self._health_orders(with_file), HEALTH_S)
         if "pairs" in needs:  # alone: an import beside it would be measured too
             found["pairs"], lost = measure_pairs(self.spec, self.sessions, self.facts, self.tell)
@@ -68,7 +68,6 @@ class Examination:
         spec = self.spec if with_file else None
         return {
             name: {
-                "engine_python": fact.engine.python,
                 "model_path": self.spec.model.path,
                 "preloads": preloads(spec, name, fact),
                 "ask_hub": bool(fact.model.error) and with_file,
@@ -87,7 +86,7 @@ class Examination:
         return self._run({name: partial(ask, name) for name in orders})
 
     def _ask_vllm(self, found: Measured) -> None:
-        groups = one_of_each_build(self.facts, found["health"])
+        groups = one_of_each_build(self.facts)
         order = {"flags": asked_flags(self.spec, self.facts), "architectures": architectures(self.facts)}
         for name in groups:
             self.tell(f"asking vLLM {self.facts[name].engine.vllm} on {name}: it takes seconds to import")

@@ -9,7 +9,6 @@ from cpupp.errors import CpuppError
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.command import make_commands
 from cpupp.plan.facts import HostFacts
-from cpupp.plan.health import HealthFacts
 from cpupp.plan.plan import make_plan, written_env
 
 PRELOAD_ENV = "LD_PRELOAD"
@@ -71,14 +70,14 @@ def architectures(facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def one_of_each_build(facts: Mapping[str, HostFacts], health: Mapping[str, HealthFacts]) -> dict[str, tuple[str, ...]]:
+def one_of_each_build(facts: Mapping[str, HostFacts]) -> dict[str, tuple[str, ...]]:
     """Return the hosts to ask for their vLLM, each with all hosts that have the same build of it and of torch."""
     builds: dict[tuple[str, ...], list[str]] = {}
     for name, fact in facts.items():
         if fact.engine.error or not fact.engine.vllm:
             continue
-        build = health[name].build if name in health else ""
         engine = fact.engine
         # Without a digest nobody can say that two installations are one build.
-        builds.setdefault((engine.vllm, engine.torch, engine.python_version, build or f"? {name}"), []).append(name)
+        build = engine.build or f"? {name}"
+        builds.setdefault((engine.vllm, engine.torch, engine.python_version, build), []).append(name)
     return {names[0]: tuple(names) for names in builds.values()}

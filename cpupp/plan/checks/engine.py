@@ -79,7 +79,7 @@ def engine_parity(case: Case) -> Iterator[Finding]:
 
 
 def _builds(case: Case) -> Iterator[Finding]:
-    builds = {name: health.build for name, health in case.health.items() if health.build}
+    builds = {name: fact.engine.build for name, fact in case.facts.items() if fact.engine.build}
     versions = {case.facts[name].engine.vllm for name in builds}
     if len(versions) == 1 and len(set(builds.values())) > 1:
         cause = "one version number, but other files: a wheel of another source, or one that was patched"
