@@ -15,6 +15,7 @@ from cpupp.plan.secret import literal_warnings
 from cpupp.plan.shm_room import MIB, ShmRoom, hosts_without_room
 from cpupp.plan.threads import CorePlan
 from cpupp.plan.versions import known_faults, version_warning
+from cpupp.plan.weights import engine_arg
 
 ASSUMED_MASTER_PORT = 29500
 
@@ -47,6 +48,7 @@ def plan_warnings(
         if name in facts and len(spec.hosts) > 1:
             found += _endpoint_warnings(spec, name, endpoint)
     found += _kv_warnings(spec)
+    found += _slow_linear(spec, facts)
     found += map(str, exposures(spec, endpoints))
     found += literal_warnings(spec)
     return found
@@ -68,6 +70,15 @@ def _endpoint_warnings(spec: ClusterSpec, name: str, endpoint: Endpoint) -> list
     if is_loopback(endpoint.address) and not everything_is_here(spec):
         return [f"host {name}: its data plane is loopback: no other machine can join"]
     return []
+
+
+def _slow_linear(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[str]:
+    if spec.engine.packed_weights != "off" or str(engine_arg(spec, "dtype") or "").startswith("float32"):
+        return []
+    slow = [name for name, fact in facts.items() if "avx2" in fact.isa and "avx512f" not in fact.isa]
+    where = f"{' and '.join(slow)}: no instructions for 16-bit floats"
+    gain = "engine.packed_weights: auto makes linear layers several times as fast there, with other rounding"
+    return [f"{where}; {gain}"] if slow else []
 
 
 def _kv_warnings(spec: ClusterSpec) -> list[str]:

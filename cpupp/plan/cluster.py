@@ -165,7 +165,7 @@ class EngineSpec(_Strict):
         Literal["links", "fallback", "stock"], _choice(("links", "fallback", "stock"), "communicator")
     ] = "links"
     micro_batches: Annotated[Literal["auto", "off"], _auto_or_off("micro_batches")] = "auto"
-    packed_weights: Annotated[Literal["auto", "off"], _auto_or_off("packed_weights")] = "auto"
+    packed_weights: Annotated[Literal["auto", "off"], _auto_or_off("packed_weights")] = "off"
 
 
 class HostEngineSpec(_Strict):

@@ -46,7 +46,7 @@ class RankHandoff:
     no_shm: bool
     num_nodes: int = 1
     shares_cores: bool = False
-    packed_weights: bool = True
+    packed_weights: bool = False
 
     def encode(self) -> str:
         """Return one line of JSON (ASCII, sorted keys), the value of `CPUPP_HANDOFF`."""

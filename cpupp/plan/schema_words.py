@@ -66,7 +66,8 @@ WORDS: dict[str, str] = {
     ),
     "engine.packed_weights": (
         "auto: where the CPU has no instructions for 16-bit floats (AVX2 alone), linear layers run on weights packed"
-        " as float16 with sums in float32, several times as fast for more than one token. off: vLLM's own way."
+        " as float16, several times as fast for more than one token; sums run in another order, so answers differ from"
+        " stock vLLM's as those of another CPU do. off: vLLM's own way."
     ),
     "network.interface": "One interface name that every host has. auto: on each host the one that holds its address.",
     "network.master_addr": "Where rank 0 is found. auto: the head's address.",

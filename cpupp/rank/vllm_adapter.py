@@ -235,6 +235,7 @@ def cure_plain_linear() -> None:
         if prepared or layer.weight.is_meta or not is_worth_packing(layer.weight):
             return
         weight = layer.weight
+        logger.info_once("cpupp: linear layers run on packed weights")
         layer.cpu_linear = PackedLinear(weight)
         if remove_weight:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
