@@ -56,7 +56,6 @@ def in_vllm(rank: int) -> dict[str, Any]:
 
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    from cpupp.rank import packed_linear
     from cpupp.rank.vllm_adapter import cure_plain_linear
 
     def prepared(weight: torch.Tensor) -> tuple[str, int, bool]:
@@ -75,7 +74,7 @@ def in_vllm(rank: int) -> dict[str, Any]:
     found["bfloat16"] = prepared(torch.randn(8, 64).bfloat16())
     found["float32"] = prepared(torch.randn(8, 64))
     found["beyond float16"] = prepared(huge)[:2]
-    with patch.object(packed_linear.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512"):
+    with patch("torch.backends.cpu.get_cpu_capability", lambda: "AVX512"):
         found["AVX-512"] = prepared(torch.randn(8, 64).bfloat16())
     return found
 
