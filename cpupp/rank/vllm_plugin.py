@@ -67,8 +67,10 @@ def _read_without_spinning() -> None:
     (v1 executor; shm_broadcast.py, `SpinCondition.busy_loop_s`, measured with 0.32.0). There it takes the core from the
     engine that it waits for. A version that does not look again by itself keeps its spin: it could miss a message.
     """
-    from vllm.distributed.device_communicators import shm_broadcast  # type: ignore[import-not-found, unused-ignore]
-
+    try:
+        from vllm.distributed.device_communicators import shm_broadcast  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:  # moved by a later vLLM: then it spins
+        return
     if not hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):
         return
     original = shm_broadcast.SpinCondition.__init__
