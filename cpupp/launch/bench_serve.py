@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,9 +53,8 @@ class Served:
 
 def served(run: Run, hosts: Hosts, spec: ClusterSpec, key: str) -> Served:
     """The run's API, as its head tells of it. key: of a secret, empty without one. Raises CpuppError BENCH-NO-API."""
-    answers, errors = hosts.ask_all("runs")
-    sites = [site for answer in answers.values() for site in read_sites(answer)]
-    mine = [site for site in sites if site.run == run.run and site.held and site.record.get("api")]
+    sites, errors = _living(hosts, run.run)
+    mine = [site for site in sites if site.record.get("api")]
     if not mine:
         if errors:
             raise errors[0]
@@ -129,6 +128,11 @@ def measure(hosts: Hosts, target: Served, order: ServeOrder, tell: Tell) -> list
 
 def _steps(hosts: Hosts, run: str) -> Mapping[int, RankSteps]:
     """What all ranks of the run have counted; a host that does not answer leaves its ranks out."""
-    answers, _ = hosts.ask_all("runs")
-    sites: Sequence[Site] = [site for answer in answers.values() for site in read_sites(answer)]
-    return {rank: steps for site in sites if site.run == run and site.held for rank, steps in site.steps.items()}
+    return {rank: steps for site in _living(hosts, run)[0] for rank, steps in site.steps.items()}
+
+
+def _living(hosts: Hosts, run: str) -> tuple[list[Site], list[CpuppError]]:
+    """What lives of the run on the hosts that answer, and why others do not."""
+    answers, errors = hosts.ask_all("runs")
+    sites = [site for answer in answers.values() for site in read_sites(answer)]
+    return [site for site in sites if site.run == run and site.held], errors

@@ -65,8 +65,7 @@ class Start:
             mode=self.plan.communicator,
             backend=self.plan.backend,
             no_shm=bool(host.no_shm),
-            # Several readers of one queue miss messages without their spin: 0.3 tokens/s with two ranks (0.32.0).
-            shares_cores=command.node_rank == 0 and self.plan.shares_cores and self.plan.local_world_size == 1,
+            shares_cores=command.node_rank == 0 and self.plan.shares_cores,
             packed_weights=self.plan.packed_weights,
         )
 

@@ -32,7 +32,7 @@ class RankHandoff:
     `gloo` (forced); reports: absolute path of the NDJSON file to append to; host: the host's name in the cluster file;
     no_shm: the plan found too little room in this host's /dev/shm, so its groups that share memory are gloo;
     num_nodes: vLLM nodes of the run, which watch each other when there are several (rank/beat.py);
-    shares_cores: API server and engine have no core but those of this node's ranks;
+    shares_cores: API server and engine have no core but those of this node's only rank;
     packed_weights: linear layers may be packed on CPUs that need it (rank/packed_linear.py).
     """
 

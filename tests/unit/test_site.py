@@ -62,6 +62,13 @@ def test_launch_tells_the_head_that_the_engine_has_no_core(cores: int, shared: l
     assert [RankHandoff.decode(text).shares_cores for text in sent] == shared
 
 
+def test_two_readers_of_one_queue_keep_their_spin() -> None:
+    plan = make_plan(cluster({"name": "a", "slots": 2}, pipeline=2), machines("a", cpus=cpus(2)))
+    start = Start(plan=plan, commands=make_commands(plan), run="r", attempt=1, created=0.0)
+    (sent,) = [start.request(command)["site_env"][HANDOFF_ENV] for command in start.commands]
+    assert not RankHandoff.decode(sent).shares_cores
+
+
 def test_bench_comm_tells_ranks_that_there_is_no_room(tmp_path: Path) -> None:
     plan = no_room_on_b()
     commands = bench_commands(plan, make_commands(plan), quick=True)
