@@ -143,12 +143,9 @@ def test_groups_that_are_alike_are_told_once() -> None:
 def test_costs_are_those_of_the_benchmarks() -> None:
     text = (ROOT / "docs/benchmarks.md").read_text()
     for words in (
-        "30 to 33 us",
-        "2,400 to 6,600 us",
-        "| 16 KiB | 176, 140 | 2,446 (x13.9), 2,427",
-        "| 8 KiB | 221 | 2,533",
+        f"{link_costs.HOP_SHM} us",
+        f"{link_costs.HOP_SHM_STOCK} us",
+        f"| 16 KiB | {link_costs.HOP_GLOO} | {link_costs.HOP_GLOO_STOCK} (x",
+        f"| 8 KiB | {link_costs.REDUCE_GLOO} | {link_costs.REDUCE_GLOO_STOCK} (x",
     ):
-        assert words in text
-    assert (link_costs.HOP_SHM, link_costs.HOP_SHM_STOCK) == ("30 to 33", "2,400 to 6,600")
-    assert (link_costs.HOP_GLOO, link_costs.HOP_GLOO_STOCK) == ("140 to 176", "2,427 to 2,446")
-    assert (link_costs.REDUCE_GLOO, link_costs.REDUCE_GLOO_STOCK) == ("221", "2,533")
+        assert words in text, words
