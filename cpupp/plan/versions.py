@@ -149,6 +149,10 @@ WORKER_EXCEPTION = re.compile(r"WorkerProc (hit an exception|failed)")
 """The log line with which a worker tells of an exception that it survives, while its peers wait for ever (vllm #23985);
 v1/executor/multiproc_executor.py, 0.18 to 0.32."""
 
+METHOD_ENV = "VLLM_WORKER_MULTIPROC_METHOD"
+FORK_SAFE = "libiomp5"
+"""How a vLLM node starts its processes, and the OpenMP runtime with which they can be forked (rank/vllm_start.py)."""
+
 
 def parse_version(text: str) -> tuple[int, int, int] | None:
     """Read `0.32.0`, `0.32.0+cpu`, `0.32.0rc1` into three numbers; None when it is no version."""
