@@ -124,6 +124,7 @@ def shm_naming(version: str) -> ShmNaming | None:
 
 
 JOINED = "joined its groups"
+SERVING = "serving"
 PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("waiting", None),
     ("started, importing", None),
@@ -137,7 +138,7 @@ PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("warming up", re.compile(r"Warming up model|[Ww]arming up")),
     ("warmed up", re.compile(r"Warming up done|for KV cache|KV cache size")),
     ("starting the API", re.compile(r"Starting vLLM (API )?server|Started server process")),
-    ("serving", re.compile(r"Application startup complete")),
+    (SERVING, re.compile(r"Application startup complete")),
 )
 """What a vLLM node does, in the order of a start, and the log line (vLLM 0.18 to 0.32) that says so, if one does."""
 
