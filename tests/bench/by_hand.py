@@ -61,7 +61,10 @@ def wait_for_answer(folder: Path, bed: Bed, processes: Sequence[subprocess.Popen
 
 
 def _start(host: Host, number: int, command: Command, site: Path, folder: Path) -> subprocess.Popen[bytes]:
-    env = {**command["env"], "PYTHONPATH": str(site)}
+    # Inductor keeps precompiled headers below TMPDIR, by hand from one start to the next.
+    tmp = host.path(host.home / "tmp")
+    tmp.mkdir(exist_ok=True)
+    env = {**command["env"], "PYTHONPATH": str(site), "TMPDIR": str(host.home / "tmp")}
     for name in CURES:
         env.pop(name, None)
     with (folder / f"by-hand-{number}.log").open("wb") as log:
