@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from cpupp.errors import CpuppError
 from cpupp.plan.plan import Plan
+from cpupp.plan.start_times import start_data, start_text
 from cpupp.printer import Line, Printer
 from cpupp.render import Page, page_width, visible, write
 from cpupp.render_sizes import ranges
@@ -79,6 +80,8 @@ class LaunchView:
         page = Page(page_width(self._stream))
         page.line()
         page.line(f"ready after {ready.seconds:.1f} s: {ready.model} at {ready.url}", "bold green")
+        if ready.start:
+            page.prose(start_text(ready.start), indent="  ", style="dim")
         page.line(f"  {curl_line(ready.url, ready.model, key_source=ready.key_source)}")
         if not ready.stays:
             page.line("  Ctrl-C stops all vLLM nodes")
@@ -275,6 +278,7 @@ def result_data(plan: Plan, result: RunResult) -> dict[str, Any]:
         "endpoint": public_url(plan),
         "model": plan.served_name,
         "ready_seconds": result.ready_seconds,
+        "start": start_data(result.start),
         "answer": None
         if answer is None
         else {

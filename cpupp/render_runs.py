@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.runs import Run
 from cpupp.plan.runstate import RunState
+from cpupp.plan.start_times import start_data, start_text
 from cpupp.plan.status import RankStatus, RunStatus
 from cpupp.render import Page, forget, visible
 from cpupp.render_launch import failure_data, show_failure
@@ -118,6 +119,8 @@ def status_page(status: RunStatus, width: int) -> Page:
         page.line(f"  API   {run.url}" + (f"  model {run.served_name}" if run.served_name else ""))
     if status.load is not None:
         page.line(f"  load  {_load_text(status)}")
+    if run.start:
+        page.prose(start_text(run.start), indent="  ", hang="start ")
     if run.folder:
         page.line(f"  kept  {run.folder}", "dim")
     page.line()
@@ -187,6 +190,7 @@ def status_data(status: RunStatus) -> dict[str, Any]:
     load, first = status.load, status.first_failure
     return {
         **run_data(status),
+        "start": start_data(status.run.start),
         "ranks": [_rank_data(rank) for rank in status.ranks],
         "load": None
         if load is None

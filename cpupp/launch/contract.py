@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from cpupp.launch.secret import Secrets
 from cpupp.plan.command import RankCommand, make_commands
 from cpupp.plan.plan import Plan
+from cpupp.plan.start_times import StartStep
 
 
 class Session(Protocol):
@@ -28,7 +29,8 @@ class Session(Protocol):
 class Ready:
     """What the user is told when the model serves: the API's base URL, the model's name, seconds since launch.
 
-    key_source: of the API's key, see plan/secret.py; stays: it will go on without this launcher.
+    key_source: of the API's key, see plan/secret.py; stays: it will go on without this launcher; start: where the time
+    went.
     """
 
     url: str
@@ -36,6 +38,7 @@ class Ready:
     seconds: float
     key_source: str = ""
     stays: bool = False
+    start: tuple[StartStep, ...] = ()
 
 
 class View(Protocol):

@@ -9,6 +9,7 @@ from cpupp.launch.api import Answer
 from cpupp.plan.failures import Failure
 from cpupp.plan.gang import State
 from cpupp.plan.restart import Attempt
+from cpupp.plan.start_times import StartStep, start_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +17,8 @@ class RunResult:
     """How the run ended: outcome `ok`, `failed`, `not_ready`, `interrupted` or `detached` (it goes on).
 
     first_failure is the run's first one, of its first attempt, and the consequences are that attempt's; ready_seconds:
-    since the launch, of the last attempt; run: its id; not_restarted: why the policy gave no further attempt.
+    since the launch, of the last attempt; run: its id; not_restarted: why the policy gave no further attempt; start:
+    where the time until ready went, of the last attempt.
     """
 
     outcome: str
@@ -30,6 +32,7 @@ class RunResult:
     run: str = ""
     attempts: tuple[Attempt, ...] = ()
     not_restarted: str = ""
+    start: tuple[StartStep, ...] = ()
 
 
 def run_result(
@@ -53,4 +56,5 @@ def run_result(
         run=run,
         attempts=state.attempts,
         not_restarted=state.not_restarted,
+        start=start_steps(state, started if state.attempt == 1 else state.attempt_at),
     )

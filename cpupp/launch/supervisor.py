@@ -43,6 +43,7 @@ from cpupp.plan.lifecycle import step
 from cpupp.plan.milestones import DEADLINES, MILESTONES
 from cpupp.plan.plan import Plan
 from cpupp.plan.shown import shown_command, shown_plan
+from cpupp.plan.start_times import start_data, start_steps
 
 TICK = 0.2
 SUSPENDED_S = 10.0
@@ -280,13 +281,16 @@ class Supervisor:
 
     def _announce_ready(self, state: State) -> None:
         seconds = (state.ready_at or time.monotonic()) - self.started
-        self.record.event("ready", seconds=round(seconds, 3))
+        steps = start_steps(state, self.started if state.attempt == 1 else state.attempt_at)
+        self.record.event("ready", seconds=round(seconds, 3), start=start_data(steps))
+        self.run_file.update(start=start_data(steps))
         ready = Ready(
             url=public_url(self.plan),
             model=self.plan.served_name,
             seconds=seconds,
             key_source=self.plan.key_source,
             stays=self.options.detach,
+            start=steps,
         )
         self.view.ready(ready)
 

@@ -18,6 +18,7 @@ from cpupp.plan.versions import known_faults, version_warning
 from cpupp.plan.weights import engine_arg
 
 ASSUMED_MASTER_PORT = 29500
+SLOW_NAMES = "no name server answers, so a start waits for each look-up of a peer: put all hosts into its /etc/hosts"
 
 
 def plan_warnings(
@@ -35,6 +36,7 @@ def plan_warnings(
     found += [f"{' and '.join(m)} are one machine: its cores and memory are divided" for m in machines if len(m) > 1]
     found += _room_warnings(spec, rooms)
     found += _preload_warnings(facts)
+    found += [f"host {n}: {SLOW_NAMES}" for n, fact in facts.items() if fact.slow_names and len(spec.hosts) > 1]
     for version in dict.fromkeys(f.engine.vllm for f in facts.values()):
         if note := version_warning(version):
             found.append(note)

@@ -14,13 +14,19 @@ from cpupp.plan.memory import KV_ENV
 from cpupp.plan.partition import GIB
 from cpupp.plan.plan import HostPlan, NodePlan, Plan
 from cpupp.plan.secret import API_KEY_ENV
-from cpupp.plan.versions import binds_by_global_rank
+from cpupp.plan.versions import FORK_SAFE, METHOD_ENV, binds_by_global_rank
 
 SITE = "{site}"
 PLUGINS_ENV = "VLLM_PLUGINS"
 PLUGIN = "cpupp"
 SCHEDULER_ARG = "scheduler_cls"
 SCHEDULER = "cpupp.rank.scheduler.make_scheduler"
+CLI = "cpupp.rank.vllm_cli"
+STOCK_CLI = "vllm.entrypoints.cli.main"
+
+SHORT_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""Where no name server answers: torch's store looks for the name of each peer that it connects to, twice in a start
+(torch/csrc/distributed/c10d/socket.cpp, `formatSockAddr`), and glibc waits for 10 s each time."""
 
 OWNED_ARGS: dict[str, str] = {
     "model": "model.path",
@@ -119,7 +125,7 @@ def _secrets(node: NodePlan, host: HostPlan) -> dict[str, str]:
 
 
 def _argv(plan: Plan, node: NodePlan, host: HostPlan) -> tuple[str, ...]:
-    argv = [host.python, "-m", "vllm.entrypoints.cli.main", "serve", host.model]
+    argv = [host.python, "-m", STOCK_CLI if plan.communicator == "stock" else CLI, "serve", host.model]
     argv += ["--served-model-name", plan.served_name]
     argv += ["--pipeline-parallel-size", str(plan.pipeline), "--tensor-parallel-size", str(plan.tensor)]
     argv += ["--distributed-executor-backend", "mp"]
@@ -163,6 +169,10 @@ def _env(plan: Plan, node: NodePlan, host: HostPlan) -> dict[str, str]:
     }
     if host.preload:
         env["LD_PRELOAD"] = ":".join(host.preload)
+    if host.slow_names:
+        env |= SHORT_LOOKUPS
+    if plan.communicator != "stock" and any(FORK_SAFE in path for path in host.preload):
+        env[METHOD_ENV] = "fork"
     if all(rank.cores for rank in ranks):
         listed = plan.ranks if binds_by_global_rank(host.vllm) else ranks
         env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, rank.cores)) for rank in listed)

@@ -190,6 +190,7 @@ class HostFacts:
     routes: tuple[RouteFacts, ...]
     ssh_address: str
     name_resolves_to: tuple[str, ...]
+    slow_names: bool
     ports: tuple[PortFacts, ...]
     free_ports: tuple[int, ...]
     ulimits: dict[str, int]

@@ -18,7 +18,10 @@ GroupKey = tuple[int, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """One vLLM node: phase is what it is doing now, since when; exit_code is set once its main process ended."""
+    """One vLLM node: phase is what it is doing now, since when; exit_code is set once its main process ended.
+
+    reached: when it passed each milestone after the first.
+    """
 
     node_rank: int
     host: str
@@ -28,6 +31,7 @@ class NodeState:
     plugin: bool = False
     pid: int | None = None
     exit_code: int | None = None
+    reached: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

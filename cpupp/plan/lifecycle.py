@@ -50,7 +50,7 @@ from cpupp.plan.handoff import ErrorReport, GroupReport, PluginReport, Report
 from cpupp.plan.joining import mismatch, missing, silent
 from cpupp.plan.milestones import advance, overdue
 from cpupp.plan.restart import Attempt, verdict
-from cpupp.plan.versions import AFTER_JOINING, JOINED, WORKER_EXCEPTION, phase_of
+from cpupp.plan.versions import AFTER_JOINING, JOINED, SERVING, WORKER_EXCEPTION, phase_of
 
 SETTLE = 1.5
 """After the first sign of failure, how long the others may still speak before the first failure is named: the rank that
@@ -228,6 +228,8 @@ def _logged(state: State, node_rank: int, line: str, now: float) -> State:
         return state
     if phase in AFTER_JOINING and state.loaded_since is None:
         state = replace(state, loaded_since=now)
+    if phase == SERVING:
+        state = replace(state, health_at=now)  # nobody needs to wait for the next turn
     return with_node(state, node_rank, phase=phase, since=now)
 
 

@@ -20,8 +20,20 @@ _ORDER = {name: index for index, (name, _) in enumerate(PHASES)}
 
 def advance(state: State, now: float) -> State:
     """The state with the milestone that all vLLM nodes have reached by now; it never goes back."""
-    reached = READY if state.ready_at is not None else min(reached_by(state, node) for node in state.nodes)
+    nodes = tuple(_passing(node, _reached(state, node), now) for node in state.nodes)
+    if any(new is not old for new, old in zip(nodes, state.nodes, strict=True)):
+        state = replace(state, nodes=nodes)
+    reached = min(_reached(state, node) for node in nodes)
     return replace(state, milestone=reached, milestone_at=now) if reached > state.milestone else state
+
+
+def _passing(node: NodeState, reached: int, now: float) -> NodeState:
+    num_new = reached - len(node.reached)
+    return replace(node, reached=(*node.reached, *[now] * num_new)) if num_new > 0 else node
+
+
+def _reached(state: State, node: NodeState) -> int:
+    return READY if state.ready_at is not None else reached_by(state, node)
 
 
 def reached_by(state: State, node: NodeState) -> int:

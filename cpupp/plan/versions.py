@@ -124,6 +124,7 @@ def shm_naming(version: str) -> ShmNaming | None:
 
 
 JOINED = "joined its groups"
+SERVING = "serving"
 PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("waiting", None),
     ("started, importing", None),
@@ -137,7 +138,7 @@ PHASES: tuple[tuple[str, re.Pattern[str] | None], ...] = (
     ("warming up", re.compile(r"Warming up model|[Ww]arming up")),
     ("warmed up", re.compile(r"Warming up done|for KV cache|KV cache size")),
     ("starting the API", re.compile(r"Starting vLLM (API )?server|Started server process")),
-    ("serving", re.compile(r"Application startup complete")),
+    (SERVING, re.compile(r"Application startup complete")),
 )
 """What a vLLM node does, in the order of a start, and the log line (vLLM 0.18 to 0.32) that says so, if one does."""
 
@@ -148,6 +149,10 @@ AFTER_JOINING = ("weights loaded", "compiling", "warming up", "warmed up", "star
 WORKER_EXCEPTION = re.compile(r"WorkerProc (hit an exception|failed)")
 """The log line with which a worker tells of an exception that it survives, while its peers wait for ever (vllm #23985);
 v1/executor/multiproc_executor.py, 0.18 to 0.32."""
+
+METHOD_ENV = "VLLM_WORKER_MULTIPROC_METHOD"
+FORK_SAFE = "libiomp5"
+"""How a vLLM node starts its processes, and the OpenMP runtime with which they can be forked (rank/vllm_start.py)."""
 
 
 def parse_version(text: str) -> tuple[int, int, int] | None:

@@ -18,7 +18,7 @@ OURS = re.compile(r"cpupp-|psm_|vllm|torch_|__KMP_REGISTERED_LIB_|sem\.(mp-|loky
 YOUNGEST_S = 60.0  # between its creation and the first mapping a segment looks dead
 INITIAL_PID, INITIAL_IPC = "pid:[4026531836]", "ipc:[4026531839]"
 AGENT, KEEPER = "cpupp-agent", "cpupp-keeper"
-VLLM = re.compile(r"vllm\.entrypoints|(^|/)vllm (serve|bench|run-batch)|^VLLM::|vllm\.v1\.")
+VLLM = re.compile(r"vllm\.entrypoints|cpupp\.rank\.vllm_|(^|/)vllm (serve|bench|run-batch)|^VLLM::|vllm\.v1\.")
 
 
 def leftovers(now: float) -> list[dict[str, Any]]:

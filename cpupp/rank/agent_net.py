@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ IFF_LOOPBACK = 0x8
 SIOCGIFFLAGS = 0x8913
 SIOCGIFMTU = 0x8921
 FREE_PORT_RANGE = (20000, 32000)
+SLOW_NAME_S = 0.5
 DISCARD = 9  # the port of a connected UDP socket that never sends
 
 
@@ -145,6 +147,26 @@ def resolve(name: str, timeout_s: float = 3.0) -> list[str]:
     thread.start()
     thread.join(timeout_s)
     return list(found)
+
+
+class SlowNames:
+    """Asks, beside whatever else is done, for the name of an address of this host, as torch asks for its peers'."""
+
+    def __init__(self) -> None:
+        own = [address for _, address, _ in interface_addresses() if not address.startswith(("127.", "::1", "fe80:"))]
+        self._end = time.monotonic() + SLOW_NAME_S
+        self._thread = threading.Thread(target=self._ask, args=own[:1], daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _ask(address: str = "127.0.0.1") -> None:
+        with contextlib.suppress(OSError):
+            socket.gethostbyaddr(address)  # getnameinfo keeps the interpreter to itself
+
+    def verdict(self) -> bool:
+        """Whether there was no answer within half a second, neither a name nor that there is none."""
+        self._thread.join(max(0.0, self._end - time.monotonic()))
+        return self._thread.is_alive()
 
 
 def port_is_free(port: int, address: str = "") -> str:

@@ -97,6 +97,7 @@ def host_facts(request: dict[str, Any], nonces: Nonces, children: Children) -> d
     nonce = request.get("nonce")
     if nonce:
         nonces.write(nonce["name"], nonce["value"])
+    names = agent_net.SlowNames()
     memory = meminfo("/proc/meminfo")
     connection = os.environ.get("SSH_CONNECTION", "").split()
     limits = request.get("free_port_range")
@@ -133,6 +134,7 @@ def host_facts(request: dict[str, Any], nonces: Nonces, children: Children) -> d
         "environment": environment_facts(os.environ),
         "engine": agent_engine.engine_facts(request["engine_python"], children),
         "model": agent_model.model_facts(request["model_path"]),
+        "slow_names": names.verdict(),
     }
 
 

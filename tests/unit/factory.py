@@ -206,6 +206,7 @@ def host(name: str, number: int = 1, **changes: Any) -> HostFacts:
         "routes": (),
         "ssh_address": address,
         "name_resolves_to": (address,),
+        "slow_names": False,
         "ports": (port(8000),),
         "free_ports": (21000, 21001),
         "ulimits": {"nofile": 65536},

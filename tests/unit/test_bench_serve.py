@@ -30,7 +30,7 @@ from cpupp.plan.bench_serve import (
     sides,
 )
 from cpupp.plan.by_hand import by_hand_commands
-from cpupp.plan.command import SCHEDULER, make_commands
+from cpupp.plan.command import CLI, SCHEDULER, STOCK_CLI, make_commands
 from cpupp.plan.facts import BandwidthFacts
 from cpupp.plan.plan import make_plan
 from cpupp.plan.roofline import RankReads, read_reads, roofline
@@ -199,9 +199,10 @@ def test_by_hand_lacks_what_cpupp_adds_and_keeps_what_vllms_own_pages_tell() -> 
     )
     plan = make_plan(spec, machines("a", "b"))
     ours, theirs = make_commands(plan)[0], by_hand_commands(spec, plan)[0]
-    assert theirs.argv == tuple(word for word in ours.argv if word not in ("--scheduler-cls", SCHEDULER))
+    words = [STOCK_CLI if word == CLI else word for word in ours.argv]
+    assert theirs.argv == tuple(word for word in words if word not in ("--scheduler-cls", SCHEDULER))
     assert ours.env["VLLM_PLUGINS"] == "x,cpupp"
-    assert ours.env.keys() - theirs.env.keys() == {"VLLM_PP_LAYER_PARTITION"}
+    assert ours.env.keys() - theirs.env.keys() == {"VLLM_PP_LAYER_PARTITION", "VLLM_WORKER_MULTIPROC_METHOD"}
     assert theirs.env.items() - ours.env.items() == {("VLLM_PLUGINS", "x")}
     assert theirs.site_env == {"VLLM_RPC_BASE_PATH": "{site}/rpc", "PYTHONPATH": "{site}"}
     given = cluster("a", "b", pipeline=2, layers=(3, 5))

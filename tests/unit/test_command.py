@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpupp.plan.cautions import SLOW_NAMES
 from cpupp.plan.command import OWNED_ARGS, OWNED_ENV, make_commands
 from cpupp.plan.plan import Plan, make_plan
+from cpupp.plan.versions import METHOD_ENV
 from cpupp.render_plan import plan_data, plan_page, quote
 from tests.unit.factory import cluster, engine, host, machines, model_folder
 
@@ -43,7 +45,7 @@ def test_old_versions_look_for_their_cores_at_the_global_rank(vllm: str, head: s
 def test_the_head_and_its_follower() -> None:
     head, follower = make_commands(make_plan(cluster("a", "b", pipeline=2), machines("a", "b")))
     assert head.argv == (
-        *("/home/me/venv/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "/models/tiny"),
+        *("/home/me/venv/bin/python", "-m", "cpupp.rank.vllm_cli", "serve", "/models/tiny"),
         *("--served-model-name", "/models/tiny", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "1"),
         *("--distributed-executor-backend", "mp", "--nnodes", "2", "--node-rank", "0"),
         *("--master-addr", "10.0.0.1", "--master-port", "21000", "--host", "0.0.0.0", "--port", "8000"),
@@ -55,11 +57,35 @@ def test_the_head_and_its_follower() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LD_PRELOAD": "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:/home/me/venv/lib/libiomp5.so",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_CPU_OMP_THREADS_BIND": "0,1,2,3",
         "VLLM_HOST_IP": "10.0.0.2",
         "GLOO_SOCKET_IFNAME": "eth0",
         "VLLM_PP_LAYER_PARTITION": "4,4",
     }
+
+
+def test_stock_is_started_as_stock() -> None:
+    for command in make_commands(
+        make_plan(cluster("a", "b", pipeline=2, engine={"communicator": "stock"}), machines("a", "b"))
+    ):
+        assert command.argv[:4] == ("/home/me/venv/bin/python", "-m", "vllm.entrypoints.cli.main", "serve")
+        assert METHOD_ENV not in command.env
+
+
+def test_processes_are_forked_only_with_the_runtime_that_bears_it() -> None:
+    both = cluster("a", {"name": "b", "engine": {"env": {METHOD_ENV: "spawn"}}}, pipeline=2)
+    head, follower = make_commands(make_plan(both, machines("a", "b")))
+    assert (head.env[METHOD_ENV], follower.env[METHOD_ENV]) == ("fork", "spawn")
+    for command in make_commands(make_plan(both, machines("a", "b", engine=engine(iomp="")))):
+        assert command.env.get(METHOD_ENV) != "fork"
+
+
+def test_short_lookups_where_no_name_server_answers() -> None:
+    facts = {**machines("a", "b"), **machines("b", slow_names=True)}
+    plan = make_plan(cluster("a", "b", pipeline=2), facts)
+    assert [c.env.get("RES_OPTIONS") for c in make_commands(plan)] == [None, "timeout:1 attempts:1"]
+    assert [w for w in plan.warnings if "no name server answers" in w] == [f"host b: {SLOW_NAMES}"]
 
 
 def test_secret_arguments_are_hidden_where_they_are_shown() -> None:

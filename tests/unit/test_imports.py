@@ -47,6 +47,7 @@ TABLE = (
     Row(files="cpupp.rank.agent*", may=("cpupp.rank.agent*",)),  # runs on a bare python3
     Row(files="cpupp.rank.vllm_plugin", may=("cpupp.plan.handoff", "cpupp.rank.*", "vllm"), may_at_top=()),
     Row(files="cpupp.rank.vllm_steps", may=("cpupp.rank.step_clock", "vllm"), may_at_top=("cpupp.rank.step_clock",)),
+    Row(files="cpupp.rank.vllm_start", may=("torch", "vllm"), may_at_top=()),
     Row(files="cpupp.rank.vllm_adapter", may=("cpupp.errors", "cpupp.plan.handoff", "cpupp.rank.*", "torch", "vllm")),
     Row(files="cpupp.rank.scheduler", may=("cpupp.rank.micro_batches", "vllm")),
     Row(

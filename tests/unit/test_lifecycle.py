@@ -48,7 +48,9 @@ def test_ready_needs_announcements_health_and_a_completion() -> None:
     assert run.feed(Tick(at=4)) == (CheckHealth(),)
     assert run.feed(Tick(at=4.1)) == ()  # one request at a time
     assert run.feed(Health(at=5, healthy=False)) == ()
-    assert run.feed(Tick(at=6)) == (CheckHealth(),)
+    assert run.feed(Tick(at=5.1)) == ()
+    run.feed(Logged(at=5.2, node_rank=0, line="INFO:     Application startup complete."))
+    assert run.feed(Tick(at=5.2)) == (CheckHealth(),)
     assert run.feed(Health(at=7, healthy=True)) == (Complete(),)
     assert run.state.ready_at is None
     assert run.feed(Completed(at=8, error="")) == (AnnounceReady(),)
