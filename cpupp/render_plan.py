@@ -50,6 +50,8 @@ def _summary(page: Page, plan: Plan) -> None:
     rows.append(("ranks talk", _COMMUNICATORS[plan.communicator]))
     if plan.pipeline > 1:
         rows.append(("batches", _MICRO_BATCHES[plan.micro_batches]))
+    if plan.packed_weights:
+        rows.append(("weights", "packed for linear layers on CPUs without instructions for 16-bit floats"))
     if plan.parallel_reason:
         rows.append(("split", plan.parallel_reason))
     if plan.layers_reason:
@@ -217,6 +219,7 @@ def plan_data(plan: Plan, commands: Sequence[RankCommand]) -> dict[str, Any]:
         "parallel": {"pipeline": plan.pipeline, "tensor": plan.tensor},
         "communicator": plan.communicator,
         "micro_batches": plan.micro_batches,
+        "packed_weights": plan.packed_weights,
         "head": plan.head,
         "master": {"address": plan.master_addr, "port": plan.master_port},
         "serve": {"host": plan.serve_host, "port": plan.serve_port},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -15,6 +16,9 @@ from typing import Any
 from cpupp.errors import CpuppError
 from cpupp.launch.private import private, private_folder
 from cpupp.rank.agent_mask import Mask
+
+RESERVES = (64 << 10, 32 << 10, 16 << 10, 8 << 10)
+"""Bytes held on the disk, the first that it has: a run's last state is written even where others fill it meanwhile."""
 
 
 def new_run_id() -> str:
@@ -38,6 +42,8 @@ class RunRecord:
         self._tell = tell
         self._told = False
         self.logs = folder / "logs"
+        self._reserve = folder / ".reserve"
+        self._hold()
 
     def write(self, name: str, value: Any, *, must: bool = False) -> None:
         """Write a JSON file (text and bytes as they are) atomically: temporary file, fsync, rename.
@@ -45,7 +51,15 @@ class RunRecord:
         A full disk does not end the run. Raises CpuppError STATE-FOLDER where the file must be written.
         """
         try:
-            self._write(name, value)
+            try:
+                self._write(name, value)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._note(error)
+                self._reserve.unlink(missing_ok=True)
+                self._write(name, value)
+                self._hold()
         except OSError as error:
             with contextlib.suppress(OSError):
                 (self.folder / f"{name}.new").unlink(missing_ok=True)
@@ -64,6 +78,16 @@ class RunRecord:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
+
+    def _hold(self) -> None:
+        for size in RESERVES:
+            try:
+                with open(self._reserve, "wb", opener=private) as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                return
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._reserve.unlink(missing_ok=True)
 
     def _masked(self, raw: bytes) -> bytes:
         encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"  # as cluster files may be
@@ -87,7 +111,9 @@ class RunRecord:
             self._tell(f"the record of this run cannot be written, and lacks what happens now: {_words(error)}")
 
     def close(self) -> None:
-        """Close the event file."""
+        """Close the event file, and give back what was held of the disk."""
+        with contextlib.suppress(OSError):
+            self._reserve.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._events.close()
 

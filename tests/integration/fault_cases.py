@@ -148,6 +148,13 @@ FAULTS = [
         bound_s=30,
     ),
     Fault(name="burst", scripts=[{"burst_mb": 10}] * 2, strike=count_burst, exit_code=130),
-    Fault(name="disk-full", state_size="200k", scripts=[{"lines_per_s": 20}] * 2, strike=fill_disk, exit_code=130),
+    Fault(
+        name="disk-full",
+        state_size="200k",
+        scripts=[{"lines_per_s": 20}] * 2,
+        strike=fill_disk,
+        exit_code=130,
+        recorded="stopped",
+    ),
     Fault(name="two-runs", strike=stop_another, exit_code=130, bound_s=30),
 ]

@@ -69,6 +69,7 @@ class Fault:
     bound_s: float = DOWN_S
     repair: Strike | None = None  # undo it once the hosts are quiet: what cuts launcher and hosts
     state_size: str = ""  # the launcher's record is on a file system of that size
+    recorded: str = ""  # the state that the record says in the end
     launcher_host: bool = False  # the launcher is on the last host of the bed, which is in no lane
 
 
@@ -276,6 +277,12 @@ def result_of(run: Run) -> dict[str, Any]:
     return {}
 
 
+def recorded(run: Run) -> str:
+    """The state of the run in its record."""
+    (path,) = run.state.glob("cpupp/runs/*/run.json")
+    return str(json.loads(path.read_text(encoding="utf-8"))["status"])
+
+
 def first_of_detached(run: Run, lane: Lane) -> dict[str, Any]:
     """The first failure of a run that has no launcher, as `cpupp status` puts it together; forgets the run then."""
     try:
@@ -307,5 +314,7 @@ def _judge(fault: Fault, lane: Lane, run: Run, outcome: Outcome) -> None:
         found = outcome.first.get(name)
         if value is not None and found != value and not (isinstance(value, str) and found in value.split("|")):
             outcome.wrong.append(f"first failure: {name} is {outcome.first.get(name)!r}, not {value!r}")
+    if fault.recorded and (state := recorded(run)) != fault.recorded:
+        outcome.wrong.append(f"the record says {state!r}, not {fault.recorded!r}")
     if fault.words not in " ".join(run.stderr.split()):  # which is wrapped
         outcome.wrong.append(f"{fault.words!r} is not said")

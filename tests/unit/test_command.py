@@ -224,6 +224,13 @@ def test_elsewhere_the_scheduler_is_vllms_or_the_users(
     assert not plan.micro_batches
 
 
+@pytest.mark.parametrize(("keys", "packs"), [({}, False), ({"packed_weights": "auto"}, True)])
+def test_the_plan_says_where_weights_are_packed(keys: dict[str, object], packs: bool) -> None:
+    plan = make_plan(cluster("a", "b", pipeline=2, engine=keys), machines("a", "b"))
+    assert ("packed for linear layers" in plan_page(plan, ()).text()) == packs
+    assert plan_data(plan, ())["packed_weights"] is packs
+
+
 def test_the_user_cannot_override_what_cpupp_owns() -> None:
     assert {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "VLLM_PP_LAYER_PARTITION"} <= set(OWNED_ENV)
     assert {"tensor_parallel_size", "nnodes", "headless", "port"} <= set(OWNED_ARGS)
