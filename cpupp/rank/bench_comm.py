@@ -77,7 +77,8 @@ def _communicators(handoff: RankHandoff, order: BenchOrder, limit: timedelta) ->
     for group in order.groups:
         members = dist.new_group(list(group.ranks), timeout=limit, backend="gloo")
         if order.rank in group.ranks:
-            communicator = Communicator(f"{group.kind}:0", members, handoff, timeout=order.timeout_s)
+            name = f"{group.kind}:0"
+            communicator = Communicator(name, members, handoff, timeout=order.timeout_s, address=order.address)
             append_report(handoff.reports, communicator.report())
             made[group.name] = communicator
     return made

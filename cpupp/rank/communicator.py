@@ -29,20 +29,24 @@ from cpupp.rank.segments import Segment
 from cpupp.rank.shm_link import ShmLink
 from cpupp.rank.slices import Slicer, agree
 from cpupp.rank.step_clock import talks
+from cpupp.rank.stream_link import StreamLink
+from cpupp.rank.streams import connect, neighbours
 from cpupp.rank.wire import Wire
 
 logger = logging.getLogger("vllm.cpupp")  # below vLLM's own logger, which prints it
 NEIGHBOUR_RING_BYTES = 8 << 20
 OTHER_RING_BYTES = 1 << 20
-Link = ShmLink | GlooLink
+Link = ShmLink | GlooLink | StreamLink
 
 
 class Communicator:
     """Point to point and collectives of the group `name` (`pp:0`, `tp:0`), as this rank sees it.
 
     A PP group talks point to point: every pair that shares memory gets two rings. A TP group talks in collectives:
-    the ranks that share memory get a board. Everything else goes over torch.distributed.
+    the ranks that share memory get a board. Everything else goes over torch.distributed, but for the tensor dicts of
+    neighbours in a PP group, which get a connection of their own.
 
+    address: the IP address where the other ranks reach this one; without it torch.distributed carries everything.
     tensor_group: of a PP group, this rank's TP communicator if there is one: large tensors then cross hosts in slices.
     per_link: false gives the whole group one transport, as vLLM does: shared memory for all or for none.
 
@@ -57,6 +61,7 @@ class Communicator:
         *,
         per_link: bool = True,
         tensor_group: Communicator | None = None,
+        address: str = "",
         shm_dir: Path = SHM_DIR,
         timeout: float = TIMEOUT_SECONDS,
     ) -> None:
@@ -69,7 +74,7 @@ class Communicator:
         self._rings: dict[tuple[int, int], Ring] = {}
         self._segments: list[Segment] = []
         self._links: dict[int, Link] = {}
-        self._gloo_links: list[GlooLink] = []
+        self._remote: list[GlooLink | StreamLink] = []
         self.board: Board | None = None
         calm_gloo_loops()
         exchange = exchange_over(group)
@@ -85,6 +90,8 @@ class Communicator:
         )
         failures = self._settle(exchange, f"{prefix}-{name.replace(':', '')}-{self.verdict.tag}")
         self.outcome = decide(self.ranks, self.verdict, failures, per_link=per_link)
+        if self.kind == "pp" and per_link:
+            self._connect_streams(exchange, address)
         self._slicer = self._agree_on_slices(exchange, tensor_group) if tensor_group and per_link else None
         names = [f"rank {rank}" for rank in self.ranks]
         self._collectives = Collectives(self._boarded(), self.position, self.board, Wire(group, self.position, names))
@@ -171,6 +178,15 @@ class Communicator:
                 out, into = self._rings[self.position, other], self._rings[other, self.position]
                 self._links[other] = ShmLink(out, into, timeout=self._timeout)
 
+    def _connect_streams(self, exchange: Exchange, address: str) -> None:
+        pairs = [pair for pair in neighbours(len(self.ranks)) if self.transport(*pair) == "gloo"]
+        if not pairs:
+            return
+        for other, connection in connect(exchange, self.position, pairs, address).items():
+            link = StreamLink(connection, self.ranks[self.position], self.ranks[other], self.group, other)
+            self._links[other] = link
+            self._remote.append(link)
+
     def _capacity(self, source: int, target: int) -> int:
         size = len(self.ranks)
         return NEIGHBOUR_RING_BYTES if (target - source) % size == 1 else OTHER_RING_BYTES
@@ -219,7 +235,7 @@ class Communicator:
         if self._slicer is not None:
             items = self._slicer.cut(items, target)
         self._link(target).send(items, self._drain)
-        for link in self._gloo_links:
+        for link in self._remote:
             link.expect()  # while the frame is on its way, this costs nobody time
 
     @talks
@@ -233,7 +249,7 @@ class Communicator:
         if link is None:
             me, peer = self.ranks[self.position], self.ranks[other]
             link = self._links[other] = GlooLink(self.group, me, peer)
-            self._gloo_links.append(link)
+            self._remote.append(link)
         return link
 
     def _drain(self) -> bool:
@@ -287,10 +303,7 @@ class Communicator:
     def close(self) -> None:
         """Let what was sent leave, then unmap the segments."""
         for link in self._links.values():
-            if isinstance(link, GlooLink):
-                with suppress(CpuppError):
-                    link.flush()
-            else:
+            with suppress(CpuppError):
                 link.close()
         if self.board is not None:
             self.board.close()

@@ -146,6 +146,10 @@ class GlooLink:
         while self._in_flight:
             self._reap()
 
+    def close(self) -> None:
+        """Let what was sent leave. Raises PeerLostError."""
+        self.flush()
+
     def _reap(self) -> None:
         # Not is_completed(): gloo can report completion while it still reads the buffer.
         message, works, _ = self._in_flight[0]

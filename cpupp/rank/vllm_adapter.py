@@ -83,7 +83,10 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
     def _connect(self, name: str, group: ProcessGroup, handoff: RankHandoff) -> Communicator:
         global _tensor_group
         if name.startswith("pp"):
-            return Communicator(name, group, handoff, per_link=self.per_link, tensor_group=_tensor_group)
+            address = os.environ.get("VLLM_HOST_IP", "")
+            return Communicator(
+                name, group, handoff, per_link=self.per_link, tensor_group=_tensor_group, address=address
+            )
         _tensor_group = Communicator(name, group, handoff, per_link=self.per_link)
         return _tensor_group
 
