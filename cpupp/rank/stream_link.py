@@ -121,7 +121,7 @@ class StreamLink:
         return self._ready
 
     def _is_like(self, expected: Header) -> bool:
-        """Whether the frame whose prefix is here is as long as the expected one; a shorter one must not be waited for."""
+        """Whether the frame whose prefix is here is as long as the expected one: a shorter one may be here whole."""
         return self._decoder.lengths(self._head[:PREFIX_BYTES]) == (expected.length, expected.payload)
 
     def _recv_any(self) -> dict[str, Any]:

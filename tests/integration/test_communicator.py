@@ -603,7 +603,7 @@ def test_any_group_on_any_hosts(
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    return tensor.nbytes
+    return int(tensor.nbytes)
 
 
 def hop_of_two_stages(rank: int, folders: list[str]) -> tuple[bool, list[int], int]:

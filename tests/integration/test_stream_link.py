@@ -225,7 +225,7 @@ def test_a_rank_without_an_address_is_left_to_gloo_on_both_sides() -> None:
 def test_strangers_are_turned_away() -> None:
     """Whoever connects without the word that the group knows, or says nothing, is not taken for a peer."""
     meeting = Meeting(2)
-    strangers = []
+    strangers: list[socket.socket] = []
 
     def listening(row: bytes) -> list[bytes]:
         rows = meeting.of(1)(row)
