@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 # Runs in a Python of its own, which has one thread and can fork. Each child reads a buffer that no cache holds, as a
 # matrix is read that one token passes: bytearray.find is the C library's memchr, the fastest plain read that the
-# standard library has. All begin when the pipe closes, each has its own CPU, and each says what it read in which
-# time on the clock and on its CPU. A host that is too busy for that is not waited for.
+# standard library has. All begin when the pipe closes, each has its own CPU, and each says how fast its median pass
+# was by the time on its CPU, and which share of the clock that time was: a moment in which a neighbour on the machine
+# was busy must not make a host slow. A host that is too busy for all that is not waited for.
 MEASURE = """
 import json, os, signal, sys, time
 cpus, size, seconds = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -29,14 +30,13 @@ for cpu in cpus:
         buffer = bytearray(b"\\1") * size
         os.write(ready_out, b"r")
         os.read(start_in, 1)
-        began, used, num = time.monotonic(), time.process_time(), 0
-        while True:
+        began, used, passes = time.monotonic(), [time.process_time()], []
+        while time.monotonic() - began < seconds:
             buffer.find(b"\\0")
-            num += 1
-            wall = time.monotonic() - began
-            if wall >= seconds:
-                break
-        line = [cpu, num * size / wall, min(1.0, (time.process_time() - used) / wall)]
+            used.append(time.process_time())
+            passes.append(used[-1] - used[-2])
+        share = min(1.0, (used[-1] - used[0]) / (time.monotonic() - began))
+        line = [cpu, share * size / sorted(passes)[len(passes) // 2], share]
         os.write(said_out, (json.dumps(line) + chr(10)).encode())
     except (OSError, MemoryError):
         os.write(ready_out, b"r")

@@ -1,6 +1,6 @@
 """Tokens per second of every split of SmolLM2's layers over two hosts, beside the split that the plan chooses.
 
-    python -m tests.bench.partition [--half] [--splits 10,12,14,16,18,20,22] [--compiled]
+    python -m tests.bench.partition [--half] [--splits 10,12,14,16,18,20,22] [--compiled] [--dtype float32]
 
 Two test hosts of one core each; with `--half` a cgroup holds the second one to half of its core. Concurrency 8, the
 plain client of `bench serve`. A split is the number of layers of the first stage.
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cpupp.rank.agent_client import Client
 from tests.e2e.runs import PORT, launched, ssh_hosts, write_cluster
@@ -34,7 +35,7 @@ ORDER = {
     "concurrency": 8,
     "requests": 16,
     "prompt_tokens": 64,
-    "output_tokens": 64,
+    "output_tokens": 32,
     "vocabulary": 49_152,
     "stream": False,
     "timeout_s": 300.0,
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--half", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--splits", default="10,12,14,15,16,18,20,22")
+    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     cores = [HostOptions(cores=[i]) for i in range(2)]
     with (
@@ -55,11 +57,12 @@ def main() -> None:
         held_to_half(bed[1] if options.half else None),
     ):
         folder = Path(name)
-        chosen = _chosen(folder, bed)
+        args = {"enforce_eager": not options.compiled, "dtype": options.dtype, "max_num_batched_tokens": 512}
+        chosen = _chosen(folder, bed, args)
         print(f"the plan chooses {chosen}, {NUM_LAYERS - chosen}", flush=True)
         rates = {}
         for first in sorted({chosen, *map(int, options.splits.split(","))}):
-            rates[first] = _rate(folder / str(first), bed, first, eager=not options.compiled)
+            rates[first] = _rate(folder / str(first), bed, first, args)
             print(f"{first}, {NUM_LAYERS - first}: {rates[first]:.1f} tok/s", flush=True)
     best = max(rates, key=lambda first: rates[first])
     of_best = rates[chosen] / rates[best]
@@ -91,16 +94,16 @@ def held_to_half(host: Host | None) -> Iterator[None]:
         QUOTA.rmdir()
 
 
-def _chosen(folder: Path, bed: Bed) -> int:
+def _chosen(folder: Path, bed: Bed, args: dict[str, Any]) -> int:
     """Layers of the first stage in the plan."""
-    cluster = write_cluster(folder / "plan.yaml", smollm2(), ssh_hosts(bed))
+    cluster = write_cluster(folder / "plan.yaml", smollm2(), ssh_hosts(bed), engine={"args": args})
     command = [sys.executable, "-m", "cpupp", "plan", str(cluster), "--json"]
     answer = subprocess.run(command, env=bed.env, stdout=subprocess.PIPE, check=True)
     ranks = json.loads(answer.stdout)["data"]["ranks"]
     return int(ranks[0]["layers"][1])
 
 
-def _rate(folder: Path, bed: Bed, first: int, *, eager: bool) -> float:
+def _rate(folder: Path, bed: Bed, first: int, args: dict[str, Any]) -> float:
     """Median tokens per second of one split."""
     folder.mkdir()
     cluster = write_cluster(
@@ -108,7 +111,7 @@ def _rate(folder: Path, bed: Bed, first: int, *, eager: bool) -> float:
         smollm2(),
         ssh_hosts(bed),
         parallel={"pipeline": 2, "layers": [first, NUM_LAYERS - first]},
-        engine={"args": {"enforce_eager": eager, "max_num_batched_tokens": 512}},
+        engine={"args": args},
     )
     rates: list[float] = []
     with launched(folder / "run", bed, cluster) as run:
