@@ -176,6 +176,7 @@ class HostFacts:
     arch: str
     kernel: str
     isa: tuple[str, ...]
+    cpu_model: str
     python3: str
     shm: ShmFacts
     shm_seen: tuple[str, ...]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log2
+from statistics import median
 
 from cpupp.plan.backend import GroupPlan
 from cpupp.plan.facts import HostFacts
@@ -25,14 +26,21 @@ ASSUMED_BYTES_PER_S = 50_000_000_000
 SAME = 0.85
 """Ranks whose bandwidth is at least this part of the fastest one's are taken as equal to it: two measurements of one
 machine differ as much, and each change of layers makes vLLM compile anew."""
+ALIKE = 0.6
+"""Ranks with as many cores of the same CPU model are taken as equal from this part of the fastest one's on: virtual
+machines' neighbours make up to a third (measured); half of the memory channels left empty makes a half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpeed:
-    """bytes_per_s: weights that the rank can read; share: the part of its CPUs' time that its cgroup grants."""
+    """bytes_per_s: weights that the rank can read; share: the part of its CPUs' time that its cgroup grants.
+
+    kind: equal for ranks that should be equally fast, empty when that is not known.
+    """
 
     bytes_per_s: int
     share: float
+    kind: str = ""
 
 
 def rank_speeds(grid: Grid, cores: CorePlan, facts: Mapping[str, HostFacts]) -> dict[int, RankSpeed] | None:
@@ -60,17 +68,27 @@ def _speed(seat: Seat, grid: Grid, cores: CorePlan, facts: Mapping[str, HostFact
     rate = node.bytes_per_s / max(node.cpu_share, 0.01) * len(mine) / max(len(taken), ceil(len(measured) * 3 / 4))
     here = {cpu for s in grid.seats if s.host == seat.host for cpu in cores.cores[s.rank]}
     share = 1.0 if fact.cpu_quota is None else min(1.0, fact.cpu_quota / len(here))
-    return RankSpeed(bytes_per_s=max(1, round(rate * share)), share=share)
+    kind = f"{len(mine)} of {len(taken)} of {len(measured)} at {share:.2f}: {fact.cpu_model}" if fact.cpu_model else ""
+    return RankSpeed(bytes_per_s=max(1, round(rate * share)), share=share, kind=kind)
 
 
 def levelled(speeds: Mapping[int, RankSpeed]) -> dict[int, RankSpeed]:
     """Speeds in coarse steps, so that noise between two measurements does not move layers."""
-    fastest = max(speed.bytes_per_s for speed in speeds.values())
+    even = _evened(speeds)
+    fastest = max(even.values())
     anchor = 2 ** (round(log2(fastest) * 2) / 2)
     return {
-        rank: RankSpeed(bytes_per_s=max(1, round(anchor * _level(s.bytes_per_s / fastest))), share=s.share)
-        for rank, s in speeds.items()
+        rank: replace(s, bytes_per_s=max(1, round(anchor * _level(even[rank] / fastest)))) for rank, s in speeds.items()
     }
+
+
+def _evened(speeds: Mapping[int, RankSpeed]) -> dict[int, float]:
+    """Bytes a second of every rank; those of one kind have their median, unless they are far apart."""
+    kinds: dict[str, list[int]] = {}
+    for speed in speeds.values():
+        kinds.setdefault(speed.kind, []).append(speed.bytes_per_s)
+    middle = {kind: median(rates) for kind, rates in kinds.items() if kind and min(rates) >= ALIKE * max(rates)}
+    return {rank: middle.get(speed.kind, speed.bytes_per_s) for rank, speed in speeds.items()}
 
 
 def _level(ratio: float) -> float:

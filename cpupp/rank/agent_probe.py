@@ -110,6 +110,7 @@ def host_facts(request: dict[str, Any], nonces: Nonces, children: Children) -> d
         "arch": os.uname().machine,
         "kernel": os.uname().release,
         "isa": isa_flags(),
+        "cpu_model": cpu_model(),
         "python3": ".".join(str(part) for part in sys.version_info[:3]),
         "shm": shm_facts(),
         "shm_seen": [],
@@ -212,6 +213,16 @@ def isa_flags() -> list[str]:
             if key.strip() == "Features":
                 return sorted(value.split())
     return []
+
+
+def cpu_model() -> str:
+    """Return what /proc/cpuinfo calls the first CPU, empty where it has no name (as on many Arm machines)."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return ""
 
 
 def cpu_quota() -> float | None:

@@ -193,6 +193,7 @@ def host(name: str, number: int = 1, **changes: Any) -> HostFacts:
         "arch": "x86_64",
         "kernel": "6.1.0",
         "isa": ("avx2", "avx512f"),
+        "cpu_model": "",
         "python3": "3.11.2",
         "shm": ShmFacts(device=0x20 + number, size=32 * GIB, free=32 * GIB, writable=True),
         "shm_seen": (name,),

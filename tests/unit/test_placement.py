@@ -152,6 +152,29 @@ def test_speeds_are_levelled() -> None:
     assert found == pytest.approx([1.0, 1.0, 0.8, 0.5, 0.125], abs=0.001)
 
 
+def test_ranks_on_the_same_cpu_model_are_equally_fast_unless_far_apart() -> None:
+    def rates(*wanted: tuple[int, str]) -> list[int]:
+        found = levelled({i: RankSpeed(bytes_per_s=rate * GB, share=1.0, kind=k) for i, (rate, k) in enumerate(wanted)})
+        return [speed.bytes_per_s for speed in found.values()]
+
+    assert len(set(rates((110, "epyc"), (75, "epyc"), (87, "epyc")))) == 1
+    assert len(set(rates((110, ""), (75, "")))) == 2
+    assert len(set(rates((110, "epyc"), (75, "xeon")))) == 2
+    full, half = rates((100, "epyc"), (50, "epyc"))
+    assert half == pytest.approx(full / 2, rel=0.01)
+
+
+def test_noise_of_a_virtual_machine_moves_no_layer() -> None:
+    def split(rate: int, model: str) -> list[int]:
+        facts = servers(*[(96, 110)] * 3, (96, rate))
+        facts = {name: replace(fact, cpu_model=model) for name, fact in facts.items()}
+        return sizes(make_plan(spec_of(facts), facts))
+
+    assert split(75, "epyc") == split(110, "epyc")
+    assert split(75, "") != split(110, "")
+    assert split(50, "epyc") != split(110, "epyc")
+
+
 def test_a_quota_of_half_a_core_makes_a_stage_half_as_fast() -> None:
     full = host("a", 1, cpus=cpus(1), bandwidth=bandwidth(cpus(1), 10 * GB))
     half = host("b", 2, cpus=cpus(1), cpu_quota=0.5, bandwidth=bandwidth(cpus(1), 5 * GB, 0.5))
