@@ -16,7 +16,7 @@ LAYER_NS = 500_000
 """Assumed: what a layer costs beside reading its weights (docs/benchmarks.md, Layers over stages)."""
 SHARED_WITH_ENGINE = 0.8
 """Assumed: the part of its time that rank 0 keeps when no core is left for API server and engine."""
-HOP_NS = {"shm": 32_000, "gloo": 160_000}
+HOP_NS = {"shm": 32_000, "gloo": 70_000}
 """Assumed: one token's hop from stage to stage, by transport (docs/benchmarks.md, bench comm, 16 KiB)."""
 REDUCE_NS = {"shm": 30_000, "mixed": 220_000, "gloo": 220_000}
 """Assumed: one all-reduce of a token, by the group's backend (docs/benchmarks.md, bench comm, 8 KiB)."""

@@ -198,8 +198,8 @@ def test_the_prediction_adds_stages_and_links() -> None:
     plan = make_plan(spec_of(facts), facts)
     made = plan.prediction
     assert made is not None
-    assert made.hops == (160_000,)
-    assert made.token_ns == sum(made.stages) + 160_000
+    assert made.hops == (70_000,)
+    assert made.token_ns == sum(made.stages) + 70_000
     read = 69.5e9 * 2
     assert made.tokens_per_s == pytest.approx(1 / (read / 100e9 + 80 * 0.0005), rel=0.01)
     data = plan_data(plan, ())
