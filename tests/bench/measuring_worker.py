@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm.model_executor.model_loader.base_loader as loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -29,7 +30,11 @@ class MeasuringWorker(CPUWorker):  # type: ignore[misc]
         before = _anonymous()
         super().load_model(*args, **kwargs)
         loader.process_weights_after_loading = process
-        self._measured = {**found, "grown": _anonymous() - before}
+        # Latent attention adds copies of its up-projections once all is loaded (vllm mla_attention.py: W_UV, W_UK_T).
+        held = [{**vars(module), **module._parameters} for module in self.model_runner.model.modules()]
+        values = [value for names in held for name, value in names.items() if name.startswith("W_U")]
+        copies = _bytes(value for value in values if isinstance(value, torch.Tensor))
+        self._measured = {"parameters": found["parameters"] + copies, "grown": _anonymous() - before}
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the KV cache, and write everything down."""

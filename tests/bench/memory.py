@@ -57,7 +57,8 @@ def _measure(kind: str, model: Path, folder: Path) -> None:
         child = [sys.executable, "-m", "tests.bench.memory", "--child", str(model)]
         code = subprocess.run(child, env=env, stdout=log, stderr=log, timeout=600, check=False).returncode
     if code:
-        print((folder / "log").read_text(encoding="utf-8", errors="replace")[-3000:], flush=True)
+        lines = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        print("\n".join(line for line in lines if "Worker" in line and "ERROR" in line)[-3000:], flush=True)
         return
     for rank in plan["ranks"]:
         found = json.loads((folder / f"rank-{rank['rank']}.json").read_text(encoding="utf-8"))

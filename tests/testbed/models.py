@@ -116,6 +116,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 2,
+        "topk_method": "noaux_tc",
         "tie_word_embeddings": False,
     },
 }
