@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cpupp.plan.command import CLI
 from tests.e2e.runs import Run, launched, write_cluster
 from tests.integration.agent_bench import Bench, unique, wait_until
 from tests.testbed import processes
@@ -72,7 +73,7 @@ def look(run: Run, bed: Bed) -> Seen:
     pids = [process.pid for host in bed for process in host.processes()]
     argv = {pid: _read(f"/proc/{pid}/cmdline") for pid in pids}
     cpupp = [pid for pid, text in argv.items() if "cpupp-agent" in text or "cpupp-keeper" in text]
-    mains = [pid for pid, text in argv.items() if "vllm.entrypoints" in text and processes.look(pid)]
+    mains = [pid for pid, text in argv.items() if CLI in text and processes.look(pid)]
     environments = {pid: _read(f"/proc/{pid}/environ") for pid in pids}
     sites = {
         Path(f"/proc/{pid}/root{entry.partition('=')[2]}")
@@ -101,13 +102,14 @@ def hidden(value: str) -> str:
 
 
 def listening(pid: int) -> list[str]:
-    """The sockets of a process that wait for somebody: TCP and Unix that listen, UDP that is bound."""
+    """The sockets of a process that wait for somebody: TCP and Unix that listen, UDP that hears anyone."""
     held = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
     found = []
-    for name, inode, waits in (("tcp", 9, 3), ("tcp6", 9, 3), ("udp", 9, 3), ("udp6", 9, 3), ("unix", 6, 3)):
+    waiting = {"tcp": "0A", "udp": "07", "unix": "00010000"}
+    for name, inode in (("tcp", 9), ("tcp6", 9), ("udp", 9), ("udp6", 9), ("unix", 6)):
         for line in _read(f"/proc/{pid}/net/{name}").splitlines()[1:]:
             fields = line.split()
-            state = {"tcp": fields[waits] == "0A", "udp": True, "unix": fields[3] == "00010000"}[name.rstrip("6")]
+            state = fields[3] == waiting[name.rstrip("6")]
             if state and f"socket:[{fields[inode]}]" in held:
                 found.append(line)
     return found
