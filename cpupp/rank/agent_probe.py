@@ -205,24 +205,23 @@ def numa_facts() -> list[dict[str, int]]:
 
 def isa_flags() -> list[str]:
     """Return the vector extensions of the CPU as /proc/cpuinfo spells them, sorted."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            key, _, value = line.partition(":")
-            if key.strip() == "flags":
-                return sorted(flag for flag in value.split() if ISA.search(flag))
-            if key.strip() == "Features":
-                return sorted(value.split())
-    return []
+    key, value = cpuinfo("flags", "Features")
+    return sorted(flag for flag in value.split() if key == "Features" or ISA.search(flag))
 
 
 def cpu_model() -> str:
     """Return what /proc/cpuinfo calls the first CPU, empty where it has no name (as on many Arm machines)."""
+    return cpuinfo("model name")[1]
+
+
+def cpuinfo(*keys: str) -> tuple[str, str]:
+    """Return the first line of /proc/cpuinfo with one of these keys, as key and value; both empty without one."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return ""
+            if key.strip() in keys:
+                return key.strip(), value.strip()
+    return "", ""
 
 
 def cpu_quota() -> float | None:
