@@ -27,7 +27,7 @@ from cpupp.plan.model import ModelFacts
 from cpupp.plan.partition import GIB, Problem, StageCost, solve, stage_memory, stage_times
 from cpupp.plan.roofline import RankReads, rank_reads
 from cpupp.plan.shm_room import ShmRoom
-from cpupp.plan.speed import ASSUMED_BYTES_PER_S, LAYER_NS, SHARED_WITH_ENGINE, RankSpeed, hop_ns, levelled, rank_speeds
+from cpupp.plan.speed import ENGINE_NS, LAYER_NS, RankSpeed, assumed_rate, hop_ns, levelled, rank_speeds
 from cpupp.plan.speed import reduce_ns as reduces_of
 from cpupp.plan.threads import CorePlan
 from cpupp.plan.weights import RankWeights, is_plain
@@ -108,7 +108,11 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What all steps below need. speeds: None when unknown; own_kv: KV cache that the file sets, by host."""
+    """What all steps below need.
+
+    speeds: None when unknown, then assumed_rate is bytes per second of every rank; own_kv: KV cache that the file sets,
+    by host.
+    """
 
     spec: ClusterSpec
     grid: Grid
@@ -116,6 +120,7 @@ class _Case:
     needs: MemoryNeeds
     places: list[Place]
     speeds: dict[int, RankSpeed] | None
+    assumed_rate: int
     engine_alone: bool
     reduces: tuple[int, ...]
     hops: tuple[int, ...]
@@ -149,6 +154,7 @@ def place(
         needs=memory_needs(spec, grid, model),
         places=memory_places(grid, cores.cores, facts, rooms),
         speeds=rank_speeds(grid, cores, facts),
+        assumed_rate=assumed_rate(cores),
         engine_alone=bool(cores.reserved) or not cores.cores[0],
         reduces=reduces_of(grid, groups),
         hops=hop_ns(grid, groups),
@@ -222,22 +228,26 @@ def _choose(case: _Case) -> tuple[tuple[int, ...], str]:
         return even, "vLLM's even split: no safetensors headers to read sizes from"
     by = "measured memory bandwidth" if case.speeds else "sizes, as if all ranks were equally fast"
     found = solve(problem)
-    if found is not None and _is_as_good(problem, even, found):
+    if found is None:
+        return solve(replace(problem, rooms=())) or even, "no split fits the memory"
+    if _is_as_good(problem, even, found):
         return even, f"vLLM's even split: no other is {WORTH_IT - 1:.0%} faster, by {by}"
-    if found is not None:
-        return found, f"the slowest stage is as fast as it can be, by {by}"
-    return solve(replace(problem, rooms=())) or even, "no split fits the memory"
+    coarse = _problem(case, steps=1)
+    steady = solve(coarse) if coarse else None
+    if steady is not None and _is_as_good(problem, steady, found):
+        found = steady
+    return found, f"the slowest stage is as fast as it can be, by {by}"
 
 
-def _is_as_good(problem: Problem, even: tuple[int, ...], found: tuple[int, ...]) -> bool:
-    """Whether the even split fits and is about as fast: another one would change with the noise of measurements."""
-    memory = stage_memory(problem, even)
+def _is_as_good(problem: Problem, steady: tuple[int, ...], found: tuple[int, ...]) -> bool:
+    """Whether the steadier split fits and is about as fast: the other would change with the noise of measurements."""
+    memory = stage_memory(problem, steady)
     fit = all(sum(memory[s] * n for s, n in room.num_ranks.items()) <= room.limit for room in problem.rooms)
-    return fit and max(stage_times(problem, even)) <= WORTH_IT * max(stage_times(problem, found))
+    return fit and max(stage_times(problem, steady)) <= WORTH_IT * max(stage_times(problem, found))
 
 
-def _problem(case: _Case) -> Problem | None:
-    """What the partition solves, in speeds coarse enough to give the same answer tomorrow."""
+def _problem(case: _Case, steps: int = 2) -> Problem | None:
+    """What the partition solves, in speeds coarse enough to give the same answer tomorrow (steps: see `levelled`)."""
     weights = case.needs.weights
     if weights is None:
         return None
@@ -245,7 +255,7 @@ def _problem(case: _Case) -> Problem | None:
         read=weights.read,
         held=weights.layers,
         kv=case.needs.sequence,
-        stages=_stage_costs(case, weights, levelled(case.speeds) if case.speeds else None),
+        stages=_stage_costs(case, weights, levelled(case.speeds, steps) if case.speeds else None),
         rooms=partition_rooms(case.grid, case.places),
     )
 
@@ -255,12 +265,12 @@ def _stage_costs(case: _Case, weights: RankWeights, speeds: Mapping[int, RankSpe
     costs = []
     for stage in range(case.grid.pipeline):
         ranks = [seat.rank for seat in case.grid.seats if seat.stage == stage]
-        rate = float(min(speeds[rank].bytes_per_s for rank in ranks) if speeds else ASSUMED_BYTES_PER_S)
+        rate = float(min(speeds[rank].bytes_per_s for rank in ranks) if speeds else case.assumed_rate)
         share = min(speeds[rank].share for rank in ranks) if speeds else 1.0
-        if stage == 0 and not case.engine_alone:
-            rate, share = rate * SHARED_WITH_ENGINE, share * SHARED_WITH_ENGINE
         per_byte = max(1, round(1e12 / rate))
         extra = weights.head * per_byte // 1000 if stage == case.grid.pipeline - 1 else 0
+        if stage == 0 and not case.engine_alone:
+            extra += round(ENGINE_NS / share)
         per_layer = round(LAYER_NS / share) + case.reduces[stage]
         fixed = case.needs.runtime[stage] + _beside(weights, stage, case.grid.pipeline)
         costs.append(StageCost(per_byte=per_byte, per_layer=per_layer, extra=extra, fixed=fixed))

@@ -14,15 +14,18 @@ from cpupp.plan.threads import CorePlan
 
 LAYER_NS = 500_000
 """Assumed: what a layer costs beside reading its weights (docs/benchmarks.md, Layers over stages)."""
-SHARED_WITH_ENGINE = 0.8
-"""Assumed: the part of its time that rank 0 keeps when no core is left for API server and engine."""
+ENGINE_NS = 6_000_000
+"""Assumed: what API server and engine take of a step from rank 0 when no core is left for them (docs/benchmarks.md,
+Layers over stages)."""
 HOP_NS = {"shm": 32_000, "gloo": 70_000}
 """Assumed: one token's hop from stage to stage, by transport (docs/benchmarks.md, bench comm, 16 KiB)."""
 REDUCE_NS = {"shm": 30_000, "mixed": 220_000, "gloo": 220_000}
 """Assumed: one all-reduce of a token, by the group's backend (docs/benchmarks.md, bench comm, 8 KiB)."""
 REDUCES_PER_LAYER = 2
-ASSUMED_BYTES_PER_S = 50_000_000_000
-"""Of every rank, where a host was not measured: then only ratios count, and all are equal."""
+CORE_BYTES_PER_S = 10_000_000_000
+"""Assumed of a core where a host was not measured (docs/benchmarks.md, Layers over stages)."""
+SOME_CORES = 5
+"""Assumed of a rank whose cores are unknown."""
 SAME = 0.85
 """Ranks whose bandwidth is at least this part of the fastest one's are taken as equal to it: two measurements of one
 machine differ as much, and each change of layers makes vLLM compile anew."""
@@ -72,11 +75,19 @@ def _speed(seat: Seat, grid: Grid, cores: CorePlan, facts: Mapping[str, HostFact
     return RankSpeed(bytes_per_s=max(1, round(rate * share)), share=share, kind=kind)
 
 
-def levelled(speeds: Mapping[int, RankSpeed]) -> dict[int, RankSpeed]:
-    """Speeds in coarse steps, so that noise between two measurements does not move layers."""
+def assumed_rate(cores: CorePlan) -> int:
+    """Bytes a second of every rank when some host was not measured: then all ranks count as equal."""
+    return CORE_BYTES_PER_S * min((len(own) or SOME_CORES for own in cores.cores.values()), default=SOME_CORES)
+
+
+def levelled(speeds: Mapping[int, RankSpeed], steps: int) -> dict[int, RankSpeed]:
+    """Speeds in coarse steps, so that noise between two measurements does not move layers.
+
+    steps: how many the fastest rank's speed has from one power of two to the next.
+    """
     even = _evened(speeds)
     fastest = max(even.values())
-    anchor = 2 ** (round(log2(fastest) * 2) / 2)
+    anchor = 2 ** (round(log2(fastest) * steps) / steps)
     return {
         rank: replace(s, bytes_per_s=max(1, round(anchor * _level(even[rank] / fastest)))) for rank, s in speeds.items()
     }

@@ -3,7 +3,8 @@
     python -m tests.bench.partition [--half] [--splits 10,12,14,16,18,20,22] [--compiled] [--dtype float32]
 
 Two test hosts of one core each; with `--half` a cgroup holds the second one to half of its core. Concurrency 8, the
-plain client of `bench serve`. A split is the number of layers of the first stage.
+plain client of `bench serve`. A split is the number of layers of the first stage. All splits are served at once (some
+2.5 GiB each) and asked in turns, so that a machine which is slow for a while is slow for all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from tests.testbed.models import smollm2
 NUM_LAYERS = 30
 QUOTA = Path("/sys/fs/cgroup/cpu/cpupp-bench-half")
 PERIOD_US = 100_000
-TURNS = 3
+TURNS = 5
+NUM_BLOCKS = 32
+"""Of the KV cache: enough for all requests of a turn, and little enough for many servers side by side."""
 ORDER = {
     "model": "m",
     "concurrency": 8,
@@ -60,10 +63,7 @@ def main() -> None:
         args = {"enforce_eager": not options.compiled, "dtype": options.dtype, "max_num_batched_tokens": 512}
         chosen = _chosen(folder, bed, args)
         print(f"the plan chooses {chosen}, {NUM_LAYERS - chosen}", flush=True)
-        rates = {}
-        for first in sorted({chosen, *map(int, options.splits.split(","))}):
-            rates[first] = _rate(folder / str(first), bed, first, args)
-            print(f"{first}, {NUM_LAYERS - first}: {rates[first]:.1f} tok/s", flush=True)
+        rates = _rates(folder, bed, sorted({chosen, *map(int, options.splits.split(","))}), args)
     best = max(rates, key=lambda first: rates[first])
     of_best = rates[chosen] / rates[best]
     print(f"best {best}, {NUM_LAYERS - best}; chosen x{of_best:.3f} of it, even x{rates[15] / rates[best]:.3f}")
@@ -103,25 +103,33 @@ def _chosen(folder: Path, bed: Bed, args: dict[str, Any]) -> int:
     return int(ranks[0]["layers"][1])
 
 
-def _rate(folder: Path, bed: Bed, first: int, args: dict[str, Any]) -> float:
-    """Median tokens per second of one split."""
-    folder.mkdir()
-    cluster = write_cluster(
-        folder / "c.yaml",
-        smollm2(),
-        ssh_hosts(bed),
-        parallel={"pipeline": 2, "layers": [first, NUM_LAYERS - first]},
-        engine={"args": args},
-    )
-    rates: list[float] = []
-    with launched(folder / "run", bed, cluster) as run:
-        run.wait_for("ready")
+def _rates(folder: Path, bed: Bed, splits: list[int], args: dict[str, Any]) -> dict[int, float]:
+    """Median tokens per second by split."""
+    measured: dict[int, list[float]] = {first: [] for first in splits}
+    with ExitStack() as stack:
+        for place, first in enumerate(splits):
+            home = folder / str(first)
+            home.mkdir()
+            cluster = write_cluster(
+                home / "c.yaml",
+                smollm2(),
+                ssh_hosts(bed),
+                parallel={"pipeline": 2, "layers": [first, NUM_LAYERS - first]},
+                engine={"args": {**args, "num_gpu_blocks_override": NUM_BLOCKS}},
+                serve={"port": PORT + place},
+            )
+            run = stack.enter_context(launched(home / "run", bed, cluster))
+            run.wait_for("ready")
         for turn in range(TURNS):
-            order = {**ORDER, "url": f"http://{bed[0].address}:{PORT}", "seed": turn}
-            result = Client(order, "").run()
-            rates.append(sum(row[4] for row in result["rows"]) / result["seconds"])
-        run.stop()
-    return statistics.median(rates)
+            for place, first in enumerate(splits):
+                order = {**ORDER, "url": f"http://{bed[0].address}:{PORT + place}", "seed": turn}
+                result = Client(order, "").run()
+                measured[first].append(sum(row[4] for row in result["rows"]) / result["seconds"])
+            print(turn, *(f"{first}: {measured[first][-1]:.1f}" for first in splits), sep="  ", flush=True)
+    rates = {first: statistics.median(measured[first]) for first in splits}
+    for first, rate in rates.items():
+        print(f"{first}, {NUM_LAYERS - first}: {rate:.1f} tok/s", flush=True)
+    return rates
 
 
 if __name__ == "__main__":
