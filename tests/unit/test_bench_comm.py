@@ -51,7 +51,7 @@ def pair() -> Plan:
 def square() -> Plan:
     """Pipeline 2 x tensor 2 on two machines, a TP group on each."""
     slots = [{"name": n, "slots": 2} for n in "ab"]
-    return make_plan(cluster(*slots, pipeline=2, tensor=2), machines("a", "b"))
+    return make_plan(cluster(*slots, pipeline=2, tensor=2, layers=[4, 4]), machines("a", "b"))
 
 
 def times(op: str, group: str, ranks: Sequence[int], size: int, path: str, *microseconds: float) -> BenchTimes:
