@@ -52,9 +52,11 @@ def started(folder: Path, bed: Bed, commands: Sequence[Command]) -> Iterator[lis
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
-def wait_for_answer(folder: Path, bed: Bed, processes: Sequence[subprocess.Popen[bytes]], *, health: bool) -> None:
+def wait_for_answer(
+    folder: Path, bed: Bed, processes: Sequence[subprocess.Popen[bytes]], *, health: bool, port: int = PORT
+) -> None:
     """Return at the first completion, or (health) as soon as /health answers. Fails when a process has ended."""
-    while not _answers(bed[0].address, health=health):
+    while not _answers(bed[0].address, port, health=health):
         ended = [i for i, process in enumerate(processes) if process.poll() is not None]
         assert not ended, (folder / f"by-hand-{ended[0]}.log").read_text(errors="replace")[-3000:]
         time.sleep(0.2)
@@ -73,9 +75,9 @@ def _start(host: Host, number: int, command: Command, site: Path, folder: Path) 
         return host.popen(["env", *pairs, *argv], stdout=log, stderr=log)
 
 
-def _answers(address: str, *, health: bool) -> bool:
+def _answers(address: str, port: int, *, health: bool) -> bool:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    base = f"http://{address}:{PORT}"
+    base = f"http://{address}:{port}"
     body = json.dumps({"model": "m", "prompt": "Hello", "max_tokens": 2}).encode()
     completion = urllib.request.Request(f"{base}/v1/completions", body, {"Content-Type": "application/json"})
     try:
