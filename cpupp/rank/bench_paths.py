@@ -6,6 +6,7 @@ a path whose send returns before anything has arrived gains nothing by that. A t
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from cpupp.plan.bench_order import HOP, BenchTarget
 from cpupp.rank.communicator import Communicator
+from cpupp.rank.streams import connect
 
 COLUMNS = 4096
-TOKEN_BYTES = 32
 
 
 class Path(Protocol):
@@ -217,35 +218,21 @@ def together(store: Any, key: str, num: int) -> None:
     store.wait([f"{key}-all"])
 
 
-def tcp_pair(store: Any, key: str, address: str, *, lead: bool, timeout_s: float) -> socket.socket:
-    """Connect the two ranks of a hop by TCP; a stranger who finds the port is turned away. Raises OSError."""
-    import secrets
+def tcp_pair(store: Any, key: str, position: int, address: str, timeout_s: float) -> socket.socket:
+    """A connection of the two ranks of a hop, which both call this. Raises OSError."""
+    turns = itertools.count()
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    if lead:
-        port, secret = store.get(key).decode("ascii").rsplit(" ", 1)
-        host, number = port.rsplit(" ", 1)
-        connection = socket.create_connection((host, int(number)), timeout=timeout_s)
-        connection.sendall(secret.encode("ascii"))
-    else:
-        secret = secrets.token_hex(TOKEN_BYTES // 2)
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((address, 0))
-            listener.listen()
-            listener.settimeout(timeout_s)
-            store.set(key, f"{address} {listener.getsockname()[1]} {secret}".encode("ascii"))
-            connection = _known(listener, secret.encode("ascii"), timeout_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def exchange(row: bytes) -> list[bytes]:
+        turn = f"{key}-{next(turns)}"
+        store.set(f"{turn}-{position}", row)
+        return [store.get(f"{turn}-{each}") for each in range(2)]
+
+    made = connect(exchange, position, [(0, 1)], address, timeout_s)
+    if not made:
+        raise ConnectionRefusedError(f"no TCP connection between the ranks of {key}")
+    connection = made[1 - position]
+    connection.settimeout(timeout_s)
     return connection
-
-
-def _known(listener: socket.socket, secret: bytes, timeout_s: float) -> socket.socket:
-    while True:
-        connection, _ = listener.accept()
-        connection.settimeout(timeout_s)
-        if connection.recv(TOKEN_BYTES, socket.MSG_WAITALL) == secret:
-            return connection
-        connection.close()
 
 
 class Ways:
@@ -291,8 +278,8 @@ class Ways:
                 lambda d: vllm.send_tensor_dict(d, dst=at), lambda: vllm.recv_tensor_dict(src=at), lead=lead
             )
         paths["gloo"] = GlooHop(peer, lead=lead)
-        key = f"tcp-{number}"
-        connection = tcp_pair(self._store, key, self._address, lead=lead, timeout_s=self._timeout_s)
+        position = target.ranks.index(self.rank)
+        connection = tcp_pair(self._store, f"tcp-{number}", position, self._address, self._timeout_s)
         paths["tcp"] = TcpHop(connection, lead=lead)
         if handle is not None:
             paths["shm"] = ShmHop(handle, target.ranks.index(peer), lead=lead)
