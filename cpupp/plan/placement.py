@@ -27,7 +27,7 @@ from cpupp.plan.model import ModelFacts
 from cpupp.plan.partition import GIB, Problem, StageCost, solve, stage_memory, stage_times
 from cpupp.plan.roofline import RankReads, rank_reads
 from cpupp.plan.shm_room import ShmRoom
-from cpupp.plan.speed import ENGINE_NS, LAYER_NS, RankSpeed, assumed_rate, hop_ns, levelled, rank_speeds
+from cpupp.plan.speed import ASSUMED_BYTES_PER_S, ENGINE_NS, LAYER_NS, RankSpeed, hop_ns, levelled, rank_speeds
 from cpupp.plan.speed import reduce_ns as reduces_of
 from cpupp.plan.threads import CorePlan
 from cpupp.plan.weights import RankWeights, is_plain
@@ -108,11 +108,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What all steps below need.
-
-    speeds: None when unknown, then assumed_rate is bytes per second of every rank; own_kv: KV cache that the file sets,
-    by host.
-    """
+    """What all steps below need. speeds: None when unknown; own_kv: KV cache that the file sets, by host."""
 
     spec: ClusterSpec
     grid: Grid
@@ -120,7 +116,6 @@ class _Case:
     needs: MemoryNeeds
     places: list[Place]
     speeds: dict[int, RankSpeed] | None
-    assumed_rate: int
     engine_alone: bool
     reduces: tuple[int, ...]
     hops: tuple[int, ...]
@@ -154,7 +149,6 @@ def place(
         needs=memory_needs(spec, grid, model),
         places=memory_places(grid, cores.cores, facts, rooms),
         speeds=rank_speeds(grid, cores, facts),
-        assumed_rate=assumed_rate(cores),
         engine_alone=bool(cores.reserved) or not cores.cores[0],
         reduces=reduces_of(grid, groups),
         hops=hop_ns(grid, groups),
@@ -265,11 +259,11 @@ def _stage_costs(case: _Case, weights: RankWeights, speeds: Mapping[int, RankSpe
     costs = []
     for stage in range(case.grid.pipeline):
         ranks = [seat.rank for seat in case.grid.seats if seat.stage == stage]
-        rate = float(min(speeds[rank].bytes_per_s for rank in ranks) if speeds else case.assumed_rate)
+        rate = float(min(speeds[rank].bytes_per_s for rank in ranks) if speeds else ASSUMED_BYTES_PER_S)
         share = min(speeds[rank].share for rank in ranks) if speeds else 1.0
         per_byte = max(1, round(1e12 / rate))
         extra = weights.head * per_byte // 1000 if stage == case.grid.pipeline - 1 else 0
-        if stage == 0 and not case.engine_alone:
+        if stage == 0 and speeds and not case.engine_alone:
             extra += round(ENGINE_NS / share)
         per_layer = round(LAYER_NS / share) + case.reduces[stage]
         fixed = case.needs.runtime[stage] + _beside(weights, stage, case.grid.pipeline)

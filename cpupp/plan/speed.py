@@ -22,10 +22,8 @@ HOP_NS = {"shm": 32_000, "gloo": 70_000}
 REDUCE_NS = {"shm": 30_000, "mixed": 220_000, "gloo": 220_000}
 """Assumed: one all-reduce of a token, by the group's backend (docs/benchmarks.md, bench comm, 8 KiB)."""
 REDUCES_PER_LAYER = 2
-CORE_BYTES_PER_S = 10_000_000_000
-"""Assumed of a core where a host was not measured (docs/benchmarks.md, Layers over stages)."""
-SOME_CORES = 5
-"""Assumed of a rank whose cores are unknown."""
+ASSUMED_BYTES_PER_S = 50_000_000_000
+"""Of every rank, where a host was not measured: then only ratios count, and all are equal."""
 SAME = 0.85
 """Ranks whose bandwidth is at least this part of the fastest one's are taken as equal to it: two measurements of one
 machine differ as much, and each change of layers makes vLLM compile anew."""
@@ -73,11 +71,6 @@ def _speed(seat: Seat, grid: Grid, cores: CorePlan, facts: Mapping[str, HostFact
     share = 1.0 if fact.cpu_quota is None else min(1.0, fact.cpu_quota / len(here))
     kind = f"{len(mine)} of {len(taken)} of {len(measured)} at {share:.2f}: {fact.cpu_model}" if fact.cpu_model else ""
     return RankSpeed(bytes_per_s=max(1, round(rate * share)), share=share, kind=kind)
-
-
-def assumed_rate(cores: CorePlan) -> int:
-    """Bytes a second of every rank when some host was not measured: then all ranks count as equal."""
-    return CORE_BYTES_PER_S * min((len(own) or SOME_CORES for own in cores.cores.values()), default=SOME_CORES)
 
 
 def levelled(speeds: Mapping[int, RankSpeed], steps: int) -> dict[int, RankSpeed]:
