@@ -20,6 +20,7 @@ from cpupp.plan.status import Recorded, RunStatus, run_status
 
 if TYPE_CHECKING:
     from cpupp.launch.run_find import Target
+    from cpupp.plan.cluster import ClusterSpec
 
 BETWEEN_S = 1.2
 """Seconds between two rounds: agents write what their processes use once a second, and a rate needs two values."""
@@ -70,8 +71,18 @@ def note_end(status: RunStatus) -> None:
 
 
 def look_at_all(runs: Sequence[Run]) -> list[RunStatus]:
-    """The runs of a list as they are now: the hosts of live detached ones are asked, all at once."""
-    answered, _ = run_all({run.run: partial(_glance, run) for run in runs if run.detached and run.live})
+    """The runs of a list as they are now: the hosts of live detached ones are asked, all at once, each by one way."""
+    specs: dict[str, ClusterSpec] = {}
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.detached and run.live:
+            with suppress(CpuppError):
+                spec = spec_of(run)
+                key = spec.model_dump_json(include={"hosts", "deadlines"})
+                specs[key] = spec
+                together.setdefault(key, []).append(run)
+    looked, _ = run_all({key: partial(_glance, specs[key], group) for key, group in together.items()})
+    answered = {name: status for statuses in looked.values() for name, status in statuses.items()}
     return [answered.get(run.run) or run_status(run, Recorded(), {}, {}, now=time.time()) for run in runs]
 
 
@@ -81,10 +92,15 @@ def refresh(runs: Sequence[Run]) -> None:
         note_end(status)
 
 
-def _glance(run: Run) -> RunStatus:
-    with hosts_of(spec_of(run)) as hosts:
-        poll = HostPoll(hosts, run.run, every_s=BETWEEN_S)
-        poll.wait(1, LIST_PATIENCE_S)
-        poll.close()
-        before, after = poll.answers()
-    return run_status(run, recorded(run), before, after, now=time.time())
+def _glance(spec: ClusterSpec, runs: Sequence[Run]) -> dict[str, RunStatus]:
+    """Runs on the same hosts."""
+    ends = time.monotonic() + LIST_PATIENCE_S
+    looked = {}
+    with hosts_of(spec) as hosts:
+        polls = [HostPoll(hosts, run.run, every_s=BETWEEN_S) for run in runs]
+        for run, poll in zip(runs, polls, strict=True):
+            poll.wait(1, max(0.0, ends - time.monotonic()))
+            poll.close()
+            before, after = poll.answers()
+            looked[run.run] = run_status(run, recorded(run), before, after, now=time.time())
+    return looked

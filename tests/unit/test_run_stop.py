@@ -20,9 +20,11 @@ from cpupp.errors import CpuppError
 from cpupp.launch import run_stop
 from cpupp.launch.run_collect import LOCK, one_at_a_time
 from cpupp.launch.run_find import find
-from cpupp.launch.run_hosts import spec_of
+from cpupp.launch.run_hosts import RunHosts, spec_of
+from cpupp.launch.run_look import look_at_all
 from cpupp.launch.run_stop import StopResult, end_launcher, is_over, stop_run
 from cpupp.launch.runs import all_runs, launcher_alive, run_in, start_ticks
+from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.runs import LauncherRef, Run, choose
 from cpupp.plan.runstate import RunState
 from cpupp.render_runs import stop_exit, stop_page
@@ -288,6 +290,23 @@ def test_a_detached_run_that_ended_by_itself_no_longer_counts_as_live(
     assert find(tmp_path, None, None).run.run == RUN
     states = {run.run: run.state for run in all_runs(tmp_path)}
     assert states == {RUN: RunState.READY, "1130-000000-0000": RunState.CRASHED}
+
+
+def test_many_runs_on_the_same_hosts_are_looked_at_by_one_way_to_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        write(tmp_path, run=f"1130-000000-{number:04x}")
+    hosts = pair()
+    made: list[None] = []
+
+    def hosts_of(spec: ClusterSpec) -> RunHosts:
+        made.append(None)
+        return open_hosts(*hosts)
+
+    monkeypatch.setattr("cpupp.launch.run_look.hosts_of", hosts_of)
+    assert len(look_at_all(all_runs(tmp_path))) == 40
+    assert len(made) == 1
 
 
 def test_live_runs_stay_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
