@@ -15,7 +15,7 @@ from cpupp.plan.checks import CHECKS
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.diagnose import diagnose
 from cpupp.plan.facts import HostFacts
-from cpupp.plan.selection import needs_of
+from cpupp.plan.selection import needs_of, nothing_without_file
 from cpupp.render import page_width, print_envelope
 from cpupp.render_report import add_cleaned, report_data, report_page
 
@@ -77,6 +77,8 @@ def show(
 ) -> bool:
     """Print the report, of this machine when spec is None. Returns whether there is no error in it."""
     report = diagnose(spec, examined.facts, examined.failures, codes, file=file, **examined.measured)
+    if spec is None and not report.findings:
+        raise nothing_without_file()
     pairs = examined.measured.get("pairs", ())
     ok = report.count("error") == 0
     if as_json:

@@ -33,15 +33,24 @@ class LogFile:
         """Append. What a full disk does not take is counted, and said in the file once it takes more; never raises."""
         if self._file.closed:
             return
-        if self._lost and data:
-            note = b"\n[cpupp: %d bytes are missing here: %s]\n" % (self._lost, self.error.encode())
-            if self._append(note) < len(note):
-                self._lost += len(data)
-                return
-            self._lost, self.error = 0, ""
+        if self._lost and data and not self._tell_gap():
+            self._lost += len(data)
+            return
         self._lost += len(data) - self._append(data)
         if self._size >= self._part_bytes and (data.endswith(b"\n") or self._size >= 2 * self._part_bytes):
             self._next_part()
+
+    def _tell_gap(self) -> bool:
+        """Say how much is missing; a note that the disk takes in part is taken back."""
+        note = b"\n[cpupp: %d bytes are missing here: %s]\n" % (self._lost, self.error.encode())
+        before = self._size, self.num_bytes
+        if self._append(note) < len(note):
+            with suppress(OSError):
+                self._file.truncate(before[0])
+                self._size, self.num_bytes = before
+            return False
+        self._lost, self.error = 0, ""
+        return True
 
     def _append(self, data: bytes) -> int:
         """Write as much as the disk takes and return how much that was."""
@@ -70,5 +79,7 @@ class LogFile:
             before.close()
 
     def close(self) -> None:
-        """Close it; later writes go nowhere."""
+        """Close it, a gap at the end told; later writes go nowhere."""
+        if self._lost and not self._file.closed:
+            self._tell_gap()
         self._file.close()

@@ -42,8 +42,6 @@ def run_result(
     failures: tuple[Failure, ...] = ()
     if state.outcome in ("failed", "not_ready"):
         failures = next((attempt.failures for attempt in state.attempts if attempt.failures), ())
-    else:
-        leftovers += tuple(f"{failure.host}: {failure.message}" for failure in state.failures)
     return RunResult(
         outcome=state.outcome,
         exit_code=state.exit_code,

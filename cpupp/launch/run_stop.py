@@ -24,7 +24,7 @@ from cpupp.plan.failures import Failure
 from cpupp.plan.hoststate import Site, read_sites
 from cpupp.plan.runs import LauncherRef, Run
 from cpupp.plan.runstate import RunState
-from cpupp.plan.status import HostAnswer, host_failures, newest_attempt, own_site
+from cpupp.plan.status import HostAnswer, host_failures, launcher_lost, newest_attempt, own_site
 
 T = TypeVar("T")
 SLACK_S = 10.0
@@ -193,7 +193,9 @@ class _HostsStop:
         known = first_failure(self.folder)
         if known is not None or self.run.state is RunState.STOPPING:
             return [known] if known is not None else []
-        return host_failures(self._own(before))
+        found = host_failures(self._own(before))
+        lost = launcher_lost(self.run) if self.run.state is RunState.CRASHED and not found else None
+        return [lost] if lost is not None else found
 
     def _collect(self, kept: Mapping[str, Site]) -> bool:
         """Fetch the logs that the hosts keep; return whether all came.

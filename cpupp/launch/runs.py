@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from cpupp.plan.runstate import RunState
 from cpupp.plan.status import RankPlace, Recorded
 
 LONGEST_LINE = 1 << 20
+FOLDER = re.compile(r"(.+)-(\d{4}-\d{6}-[0-9a-f]{4})")  # name and id of the run whose record is in it
 
 
 def all_runs(root: Path) -> list[Run]:
@@ -36,12 +38,25 @@ def all_runs(root: Path) -> list[Run]:
 
 def run_in(folder: Path) -> Run | None:
     """The run whose record is in `folder`; None when there is none that can be read."""
-    run = read_run(json_of(folder / "run.json"), str(folder))
+    run = read_run(json_of(folder / "run.json"), str(folder)) or _without_record(folder)
     if run is None or run.state.ended or run.launcher is None:
         return run
     alive = launcher_alive(run.launcher)
     crashed = alive is False and not run.detached
     return replace(run, launcher_alive=alive, state=RunState.CRASHED if crashed else run.state)
+
+
+def _without_record(folder: Path) -> Run | None:
+    """A run whose `run.json` is lost or damaged: it may live, so its hosts, which its cluster file names, are asked."""
+    named = FOLDER.fullmatch(folder.name)
+    if named is None or not (folder / "run.json").exists() or not (folder / "spec.yaml").is_file():
+        return None  # without any run.json it may just begin
+    result = json_of(folder / "result.json")
+    outcome = str(result.get("outcome")) if isinstance(result, dict) else ""
+    state = RunState.STOPPED if outcome == "stopped" else RunState.FAILED if outcome else RunState.READY
+    started = (folder / "spec.yaml").stat().st_mtime
+    file = str(folder / "spec.yaml")
+    return Run(run=named[2], name=named[1], file=file, folder=str(folder), started=started, state=state, detached=True)
 
 
 def launcher_alive(launcher: LauncherRef) -> bool | None:

@@ -88,8 +88,8 @@ class SshConnection:
         """Write all bytes. Raises ConnectionLostError."""
         try:
             self._channel.sendall(data)
-        except OSError as error:
-            raise ConnectionLostError(f"the SSH connection is closed ({error})") from None
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise ConnectionLostError(f"the SSH connection is closed ({words_of(error)})") from None
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next bytes, empty at the end, None after the time-out. Raises ConnectionLostError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cpupp.errors import CpuppError
@@ -16,6 +17,7 @@ from cpupp.launch.logs import NodeLog, attempt_folder, open_logs
 from cpupp.launch.records import RunRecord
 from cpupp.launch.result import RunResult, run_result
 from cpupp.launch.run_file import RunFile
+from cpupp.launch.runs import json_of
 from cpupp.launch.start import Start
 from cpupp.plan.command import RankCommand
 from cpupp.plan.events import (
@@ -127,6 +129,10 @@ class Supervisor:
             started=self.started,
             leftovers=tuple(dict.fromkeys(self._actions.leftovers)),
         )
+        settled = json_of(options.folder / "result.json")
+        if isinstance(settled, dict) and settled.get("leftovers") == []:
+            # A `cpupp stop` has asked the hosts itself, while this process was suspended.
+            result = replace(result, leftovers=())
         self._write_result(state, result)
         return result
 

@@ -9,7 +9,8 @@ from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.exposure import exposures
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, Seat
-from cpupp.plan.memory import KV_ENV
+from cpupp.plan.memory import KV_ENV, context_length
+from cpupp.plan.model import ModelFacts
 from cpupp.plan.network import Endpoint, everything_is_here, is_loopback
 from cpupp.plan.secret import literal_warnings
 from cpupp.plan.shm_room import MIB, ShmRoom, hosts_without_room
@@ -29,6 +30,7 @@ def plan_warnings(
     groups: tuple[GroupPlan, ...],
     rooms: tuple[ShmRoom, ...],
     endpoints: Mapping[str, Endpoint],
+    model: ModelFacts | None,
 ) -> list[str]:
     """Everything that works but costs or surprises, in the order of the plan's page."""
     found = list(cores.warnings)
@@ -50,6 +52,7 @@ def plan_warnings(
         if name in facts and len(spec.hosts) > 1:
             found += _endpoint_warnings(spec, name, endpoint)
     found += _kv_warnings(spec)
+    found += _context_warnings(spec, model)
     found += _slow_linear(spec, facts)
     found += map(str, exposures(spec, endpoints))
     found += literal_warnings(spec)
@@ -89,6 +92,13 @@ def _kv_warnings(spec: ClusterSpec) -> list[str]:
         return []
     table = ", ".join(f"{name}: {size} GiB" for name, size in own.items())
     return [f"{KV_ENV} differs between hosts ({table}): vLLM uses the smallest number of blocks everywhere"]
+
+
+def _context_warnings(spec: ClusterSpec, model: ModelFacts | None) -> list[str]:
+    if model is None or model.max_position is None or context_length(spec, model) <= model.max_position:
+        return []
+    asked = f"max_model_len {context_length(spec, model)} is more than the model's {model.max_position} positions"
+    return [f"{asked}: vLLM refuses that, unless its config scales them or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"]
 
 
 def _preload_warnings(facts: Mapping[str, HostFacts]) -> list[str]:

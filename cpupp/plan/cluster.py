@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from cpupp.plan.model import MOST_LAYERS
 from cpupp.plan.secret_source import is_outer_source, is_source, is_variable
 
 _SSH = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:@\s/-][^:@\s/]*))(?::(?P<port>\d{1,5}))?")
@@ -126,7 +127,9 @@ class ModelSpec(_Strict):
 
     path: Annotated[str, BeforeValidator(_no_option)] = Field(min_length=1)
     served_name: Annotated[str | None, BeforeValidator(_no_option), Field(min_length=1)] = None
-    num_layers: int | None = Field(default=None, ge=1, description="asserted when planning without facts")
+    num_layers: int | None = Field(
+        default=None, ge=1, le=MOST_LAYERS, description="asserted when planning without facts"
+    )
 
 
 def _auto_parallel(value: Any) -> Any:

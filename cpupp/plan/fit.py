@@ -16,13 +16,17 @@ SMALLER_WEIGHTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What did not fit. problem: with the KV cache of one sequence of `context` tokens, which `sequence` sizes for any
-    number; block: tokens of one block; hosts, stages: of every rank; beside: weights beside the layers (bytes) of the
-    last stage now, of that stage when others follow, and of the last one then; can_shrink: whether most weights are
-    stored in 16 bits or more."""
+    """What did not fit.
+
+    problem: with the KV cache of one sequence of `context` tokens, which `sequence` sizes for any number; most: tokens
+    that the model itself can take; block: tokens of one block; hosts, stages: of every rank; beside: weights beside the
+    layers (bytes) of the last stage now, of that stage when others follow, and of the last one then; can_shrink:
+    whether most weights are stored in 16 bits or more.
+    """
 
     problem: Problem
     context: int
+    most: int
     block: int
     sequence: Callable[[int], tuple[int, ...]]
     hosts: Sequence[str]
@@ -41,7 +45,7 @@ def _fewer_tokens(fit: Fit) -> str:
     def holds(blocks: int) -> bool:
         return fits(replace(fit.problem, kv=fit.sequence(blocks * fit.block)))
 
-    low, high = 0, fit.context // fit.block
+    low, high = 0, min(fit.context, fit.most) // fit.block
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
@@ -56,6 +60,10 @@ def _more_hosts(fit: Fit) -> str:
     own = sorted({stage for stage, host in zip(fit.stages, fit.hosts, strict=True) if host == name})
     if any(host != name for stage, host in zip(fit.stages, fit.hosts, strict=True) if stage in own):
         return ""  # its tensor groups reach into other hosts
+    if any(
+        not set(own).isdisjoint(room.num_ranks) and not set(room.num_ranks) <= set(own) for room in fit.problem.rooms
+    ):
+        return ""  # it shares its memory with other hosts, and so would another one like it
     most = min(MOST_HOSTS, (len(fit.problem.read) - len(fit.problem.stages)) // len(own))
     low, high = 1, most + 1
     while low < high:

@@ -104,16 +104,27 @@ def _activations(spec: ClusterSpec, grid: Grid, model: ModelFacts, stage: int) -
 def context_length(spec: ClusterSpec, model: ModelFacts) -> int:
     """Tokens of the longest sequence: engine.args.max_model_len (also `32k`, as vLLM reads it), else the model's."""
     own = model.max_position or DEFAULT_CONTEXT
-    value = engine_arg(spec, "max_model_len")
-    if isinstance(value, int) and value > 0:
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value))
-    if match is None:  # auto, -1, or what vLLM itself will refuse
-        return own
-    return int(float(match[1]) * _UNITS[match[2]]) or own
+    match = _TOKENS.fullmatch(str(engine_arg(spec, "max_model_len")))
+    return own if match is None else int(float(match[1]) * _UNITS[match[2]]) or own
 
 
+def argument_errors(spec: ClusterSpec) -> list[CpuppError]:
+    """Values that vLLM cannot parse: it would say so only once it has been imported on every host."""
+    found = []
+    length, dtype = engine_arg(spec, "max_model_len"), engine_arg(spec, "dtype")
+    if length not in (None, "auto", "-1", -1) and not _TOKENS.fullmatch(str(length)):
+        message = f"engine.args.max_model_len {length!r} is no number of tokens"
+        found.append(CpuppError("PLAN-CONTEXT", message, hint="8192 or 32k, or leave it out for the model's own"))
+    if dtype is not None and dtype not in _DTYPES:
+        message = f"engine.args.dtype {dtype!r} is none that vLLM knows"
+        found.append(CpuppError("PLAN-DTYPE", message, hint=f"one of {', '.join(_DTYPES)}"))
+    return found
+
+
+_TOKENS = re.compile(r"(\d{1,12}(?:\.\d+)?)([kKmMgG]?)")
 _UNITS = {"": 1, "k": 1000, "K": 1 << 10, "m": 1000_000, "M": 1 << 20, "g": 1000_000_000, "G": 1 << 30}
+_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+"""vLLM 0.18 to 0.32 (config/model.py, ModelDType)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

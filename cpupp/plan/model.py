@@ -14,6 +14,9 @@ _DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2
 _EMBEDDING = re.compile(r"(?:embed_tokens|embed_positions|word_embeddings|tok_embeddings|\bwte|\bwpe|embed_in)\b")
 _OTHER_TOWER = re.compile(r"vision|visual|audio|speech|image|encoder|mtp|projector|merger", re.IGNORECASE)
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+MOST_LAYERS = 10_000
+MOST = 1 << 30
+"""Of anything else that config.json counts. Beyond it the file is damaged; a list with one entry each fills memory."""
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k")
 
 
@@ -66,16 +69,23 @@ class ModelFacts:
 
 
 def model_facts(folder: ModelFolderFacts) -> ModelFacts:
-    """Read a model folder's facts. Raises KeyError, TypeError or ValueError when config.json is no decoder's."""
+    """Read a model folder's facts. Raises ValueError, which says what is wrong, when config.json is no decoder's."""
+    try:
+        return _model_facts(folder)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _model_facts(folder: ModelFolderFacts) -> ModelFacts:
     config: Mapping[str, Any] = folder.config.get("text_config") or folder.config
-    num_layers = int(config["num_hidden_layers"])
-    num_heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
-    kv_heads = int(config.get("num_key_value_heads") or num_heads)
-    head_dim = int(config.get("head_dim") or hidden // num_heads)
+    num_layers = _count(config, "num_hidden_layers", most=MOST_LAYERS)
+    num_heads = _count(config, "num_attention_heads")
+    hidden = _count(config, "hidden_size")
+    kv_heads = _count(config, "num_key_value_heads", num_heads)
+    head_dim = _count(config, "head_dim", max(1, hidden // num_heads))
     latent = config.get("kv_lora_rank") is not None
     if latent:
-        kv_elements = int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)
+        kv_elements = _count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim", 0)
     else:
         kv_elements = 2 * kv_heads * head_dim
     num_experts = _first(config, _EXPERTS)
@@ -89,8 +99,8 @@ def model_facts(folder: ModelFolderFacts) -> ModelFacts:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         hidden_size=hidden,
-        vocab_size=int(config.get("vocab_size") or 0),
-        max_position=config.get("max_position_embeddings"),
+        vocab_size=_count(config, "vocab_size", 0),
+        max_position=_count(config, "max_position_embeddings", 0) or None,
         dtype=_dtype(config, folder.config),
         kv_elements=kv_elements,
         is_latent=latent,
@@ -108,11 +118,23 @@ def model_facts(folder: ModelFolderFacts) -> ModelFacts:
     )
 
 
+def _count(config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = MOST) -> int:
+    """A number of config.json; the default where it is missing or null, or 0 where 0 means that."""
+    value = config.get(name)
+    if value is None or (value == 0 and default is not None):
+        if default is None:
+            raise ValueError(f"it has no {name}")
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1 or not 1 <= value <= most:
+        raise ValueError(f"{name} is {str(value)[:40]}, which is no whole number from 1 to {most}")
+    return int(value)
+
+
 def readable_model(facts: Mapping[str, HostFacts]) -> ModelFacts | None:
     """The model as the first host that can read it sees it; None when nobody can."""
     for fact in facts.values():
         if not fact.model.error and fact.model.config:
-            with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+            with suppress(ValueError):
                 return model_facts(fact.model)
     return None
 
@@ -123,7 +145,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return next((int(config[name]) for name in names if config.get(name)), 1)
+    return next((_count(config, name) for name in names if config.get(name)), 1)
 
 
 def _dtype(config: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
@@ -133,8 +155,11 @@ def _dtype(config: Mapping[str, Any], outer: Mapping[str, Any]) -> str:
 
 def _widest(config: Mapping[str, Any], active: int) -> int:
     """Numbers of one token between the two halves of the widest MLP, gate and up counted."""
-    dense = int(config.get("intermediate_size") or 4 * int(config["hidden_size"]))
-    experts = active * int(config.get("moe_intermediate_size") or 0)
+    sizes = config.get("intermediate_size")
+    if isinstance(sizes, list) and sizes:  # one of each layer
+        config = {**config, "intermediate_size": max(sizes)}
+    dense = _count(config, "intermediate_size", 4 * _count(config, "hidden_size"))
+    experts = active * _count(config, "moe_intermediate_size", 0)
     return 3 * max(dense, experts)
 
 

@@ -418,6 +418,7 @@ def _hint(case: _Case) -> str:
     fit = Fit(
         problem=problem,
         context=case.needs.context,
+        most=case.model.max_position or case.needs.context,
         block=block_tokens(case.spec, case.model),
         sequence=lambda tokens: sequence_bytes(case.spec, case.grid, case.model, tokens),
         hosts=[seat.host for seat in case.grid.seats],

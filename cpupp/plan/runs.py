@@ -138,7 +138,7 @@ def choose(runs: Sequence[Run], wanted: str | None) -> Run:
     Without a wish: the only live run, else the newest. Raises CpuppError RUN-NONE, RUN-UNKNOWN or RUN-AMBIGUOUS; the
     last two list what there is.
     """
-    if not runs:
+    if not runs and wanted is None:
         raise _error("RUN-NONE", "no run is recorded here", "give the cluster file: then its hosts are asked")
     newest = sorted(runs, key=lambda run: run.started, reverse=True)
     if wanted is None:
@@ -154,7 +154,8 @@ def choose(runs: Sequence[Run], wanted: str | None) -> Run:
     begun = [run for run in newest if run.run.startswith(wanted)] if wanted else []
     if begun:
         return _only(begun, f"several runs begin with {wanted!r}")
-    message = f"no run {wanted!r} is recorded here; known are\n{listed(newest)}"
+    known = f"known are\n{listed(newest)}" if newest else "none is"
+    message = f"no run {wanted!r} is recorded here; {known}"
     raise _error("RUN-UNKNOWN", message, "with --file FILE, or the file instead of the run, the hosts are asked")
 
 

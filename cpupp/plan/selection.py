@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-from cpupp.errors import CpuppError
+from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.findings import Check
 
 
@@ -18,9 +18,13 @@ def chosen_codes(checks: Mapping[str, Check], only: Iterable[str], skip: Iterabl
     wanted = _codes(checks, "--only", only) or set(checks)
     unwanted = _codes(checks, "--skip", skip)
     if wanted <= unwanted:  # an empty report would pass for a healthy cluster
-        message = "--skip leaves out every check that --only asks for"
-        raise CpuppError("DOCTOR-CODE", message, where="doctor", hint="leave one of the two out")
+        raise _refusal("--skip leaves out every check that --only asks for", "leave one of the two out")
     return tuple(code for code in checks if code in wanted - unwanted)
+
+
+def nothing_without_file() -> CpuppError:
+    """None of the chosen checks looked at anything, which an empty report would hide."""
+    return _refusal("the chosen checks look at a cluster, not at a machine alone", "give a cluster file")
 
 
 def needs_of(checks: Mapping[str, Check], codes: Iterable[str]) -> frozenset[str]:
@@ -30,16 +34,19 @@ def needs_of(checks: Mapping[str, Check], codes: Iterable[str]) -> frozenset[str
 
 def _codes(checks: Mapping[str, Check], option: str, texts: Iterable[str]) -> set[str]:
     found: set[str] = set()
-    for word in (part.strip().upper() for text in texts for part in text.split(",")):
-        if not word:
-            continue
+    words = [part.strip().upper() for text in texts for part in text.split(",")]
+    if words and not any(words):
+        raise _refusal(f"{option} names no check", f"the checks are {', '.join(checks)}")
+    for word in filter(None, words):
         matching = {word} & set(checks) or {code for code in checks if code.startswith(word)}
         if not matching:
-            raise CpuppError(
-                "DOCTOR-CODE", f"{option}: there is no check {word}", where="doctor", hint=_near(checks, word)
-            )
+            raise _refusal(f"{option}: there is no check {word}", _near(checks, word))
         found |= matching
     return found
+
+
+def _refusal(message: str, hint: str) -> CpuppError:
+    return CpuppError("DOCTOR-CODE", message, where="doctor", hint=hint, exit_code=ExitCode.USAGE)
 
 
 def _near(checks: Mapping[str, Check], word: str) -> str:

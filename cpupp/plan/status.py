@@ -98,6 +98,8 @@ def run_status(
     run = replace(run, attempt=attempt)
     places = recorded.places or places_reported(sites)
     first = recorded.first_failure or (failures[0] if failures else None)
+    if first is None and state is RunState.CRASHED:
+        first = launcher_lost(run)
     started = run.started or min((site.created for site in sites.values() if site.created), default=0.0)
     return RunStatus(
         run=run,
@@ -110,6 +112,16 @@ def run_status(
         num_failures=len(failures),
         unreachable=missing,
     )
+
+
+def launcher_lost(run: Run) -> Failure | None:
+    """Why a run is `crashed` of which nobody has said anything; None where its launcher had left it to the agents."""
+    if run.detached or run.launcher is None:
+        return None
+    who = f"its launcher, process {run.launcher.pid} on {run.launcher.hostname}"
+    message = f"{who}, ended without a word: it was killed, or its machine went down; the agents ended its ranks then"
+    hint = "`cpupp stop` makes sure of that; a run with --detach needs no launcher"
+    return Failure(host="", node_rank=None, ranks=(), code="LAUNCHER-LOST", message=message, hint=hint)
 
 
 def newest_attempt(run: Run, answers: Mapping[str, HostAnswer]) -> int:

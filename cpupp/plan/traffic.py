@@ -35,7 +35,7 @@ def known_model(facts: Mapping[str, HostFacts]) -> ModelFacts | None:
         if not fact.model.error:
             try:
                 return model_facts(fact.model)
-            except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            except ValueError:
                 return None
     return None
 

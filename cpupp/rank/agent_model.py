@@ -17,6 +17,7 @@ ANY_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Tensors = dict[tuple[str, str], tuple[int, int]]
 Layers = dict[tuple[str, int], Tensors]
 
+INDEX = "model.safetensors.index.json"
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -66,9 +67,9 @@ def _read_model(folder: str, facts: dict[str, Any]) -> None:
     with open(os.path.join(folder, "config.json"), "rb") as file:
         raw = file.read(LONGEST_HEADER)
     digest.update(raw)
-    config = json.loads(raw)
-    if not isinstance(config, dict):
-        raise ValueError("config.json is not a JSON object")
+    config = _parsed(raw, "config.json")
+    if not isinstance(config, dict) or not config:
+        raise ValueError("config.json is not a JSON object with something in it")
     facts["config"] = config
     layers: Layers = {}
     others: Tensors = {}
@@ -79,7 +80,7 @@ def _read_model(folder: str, facts: dict[str, Any]) -> None:
         if name.endswith(".safetensors"):
             header = read_header(path)
             digest.update(header)
-            end = _add_tensors(json.loads(header), layers, others)
+            end = _add_tensors(_parsed(header, f"the header of {name}"), layers, others)
             if 8 + len(header) + end > os.path.getsize(path):
                 raise ValueError(f"{name} is cut off: its tensors end at byte {8 + len(header) + end}")
     if not names:
@@ -88,15 +89,26 @@ def _read_model(folder: str, facts: dict[str, Any]) -> None:
     facts["digest"] = digest.hexdigest()
 
 
+def _parsed(raw: bytes, name: str) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is damaged: {error}") from None
+
+
 def _weight_files(folder: str) -> list[str]:
     """Name the weight files: those of the index when there is one, because folders often hold two formats."""
     try:
-        with open(os.path.join(folder, "model.safetensors.index.json"), "rb") as file:
-            return sorted(set(json.load(file)["weight_map"].values()))
+        with open(os.path.join(folder, INDEX), "rb") as file:
+            indexed = set(_parsed(file.read(), INDEX)["weight_map"].values())
     except FileNotFoundError:
         pass
     except (KeyError, TypeError, AttributeError):
-        raise ValueError("model.safetensors.index.json has no weight_map") from None
+        raise ValueError(f"{INDEX} has no weight_map") from None
+    else:
+        if not all(isinstance(name, str) for name in indexed):
+            raise ValueError(f"the weight_map of {INDEX} names something that is no file")
+        return sorted(indexed)
     names = sorted(os.listdir(folder))
     for suffix in (".safetensors", ".bin"):
         found = [name for name in names if name.endswith(suffix) and not name.startswith("training_args")]

@@ -7,15 +7,34 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
+import paramiko
 import pytest
 
 from cpupp.errors import CpuppError
-from cpupp.launch.ssh import SshTransport
-from cpupp.launch.transport import LocalTransport
+from cpupp.launch.ssh import SshConnection, SshTransport
+from cpupp.launch.ssh_network import Lease
+from cpupp.launch.transport import ConnectionLostError, LocalTransport
 from tests.integration.agent_bench import GONE_S, Bench, wait_until
 from tests.integration.ssh_bench import answers, client_config, known_hosts_of, refused
 from tests.testbed.bed import Bed, Host, HostOptions, hosts
+
+
+class BrokenChannel:
+    """A channel whose connection breaks while it sends, as paramiko has it then."""
+
+    def fileno(self) -> int:
+        return 0
+
+    def sendall(self, data: bytes) -> None:
+        raise EOFError
+
+
+def test_a_connection_that_breaks_while_it_sends_is_lost() -> None:
+    connection = SshConnection(cast("Lease", None), cast("paramiko.Channel", BrokenChannel()))
+    with pytest.raises(ConnectionLostError, match="EOFError"):
+        connection.send(b"x")
 
 
 @pytest.fixture(scope="module")

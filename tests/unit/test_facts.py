@@ -161,8 +161,23 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert model(tmp_path).error == f"{tmp_path}/config.json: No such file or directory"
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     assert str(tmp_path) in model(tmp_path).error
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     assert "holds no weights" in model(tmp_path).error
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "error"),
+    [
+        ("config.json", "{}", "config.json is not a JSON object with something in it"),
+        ("config.json", "[" * 100_000, "config.json is damaged"),
+        ("model.safetensors.index.json", "{", "model.safetensors.index.json is damaged"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', "names something that is no file"),
+        ("model.safetensors.index.json", "[]", "model.safetensors.index.json has no weight_map"),
+    ],
+)
+def test_a_damaged_file_is_named(folder: Path, file: str, text: str, error: str) -> None:
+    (folder / file).write_text(text, encoding="utf-8")
+    assert error in model(folder).error
 
 
 def test_a_hub_id_is_found_in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

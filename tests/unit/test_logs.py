@@ -81,6 +81,20 @@ def test_what_the_disk_did_not_take_is_said_in_its_place(tmp_path: Path, file_li
     assert log.error == ""
 
 
+def test_a_gap_at_the_end_is_told_when_the_log_is_closed(tmp_path: Path, file_limit: int) -> None:
+    path = tmp_path / "node-0-a.log"
+    log = NodeLog(path)
+    log.feed("twenty-five characters..\nanother line\n")
+    # Room for a part of the note alone: it is taken back, and told later as a whole.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit + 10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    log.feed("and one more\n")
+    assert path.read_text() == "twenty-five characters..\nanoth"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    log.close()
+    lost = len("twenty-five characters..\nanother line\nand one more\n") - file_limit
+    assert path.read_text().endswith(f"anoth\n[cpupp: {lost} bytes are missing here: File too large]\n")
+
+
 def test_output_that_comes_after_the_end_goes_nowhere(tmp_path: Path) -> None:
     log = NodeLog(tmp_path / "node-0-a.log")
     log.close()

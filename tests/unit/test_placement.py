@@ -250,6 +250,19 @@ def test_the_number_of_hosts_that_would_fit_is_the_smallest() -> None:
     refusal(spec_of(short), short)
 
 
+def test_hosts_that_share_a_machine_are_not_told_to_be_more() -> None:
+    facts = servers((32, 100), (32, 100))
+    facts["n1"] = replace(facts["n1"], boot_id=facts["n0"].boot_id)
+    hint = refusal(spec_of(facts), facts).hint
+    assert "like n1" not in hint
+
+
+def test_no_more_tokens_are_advised_than_the_model_takes() -> None:
+    facts = servers((90, 100), (90, 100))
+    hint = refusal(spec_of(facts, args={"max_model_len": 1 << 22}), facts).hint
+    assert int(hint.partition("max_model_len ")[2].split()[0]) <= 131072
+
+
 def test_smaller_weights_are_named_where_they_would_do() -> None:
     facts = servers((64, 100), (64, 100))
     assert "8 bits a weight" in refusal(spec_of(facts), facts).hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -85,10 +86,58 @@ def test_kv_heads_that_tensor_does_not_fit() -> None:
     assert error.hint == "tensor can be 1, 2, 4 for this model"
 
 
-def test_a_config_that_is_no_decoders() -> None:
-    broken = model_folder()
-    facts = machines("a", model=replace(broken, config={"model_type": "vit"}))
-    assert "config.json lacks what a decoder has" in str(refusal(cluster("a"), facts))
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": None}, "it has no num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, which is no whole number from 1 to 10000"),
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers is 1000000000, which is no"),
+        ({"num_hidden_layers": float("inf")}, "num_hidden_layers is inf, which is no"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, which is no"),
+        ({"max_position_embeddings": "abc"}, "max_position_embeddings is abc, which is no"),
+        ({"hidden_size": [5]}, "hidden_size is [5], which is no"),
+        ({"text_config": 7}, "AttributeError"),
+    ],
+)
+def test_a_config_that_is_no_decoders(change: dict[str, Any], words: str) -> None:
+    facts = machines("a", model=replace(model_folder(), config={**LLAMA_TINY, **change}))
+    error = refusal(cluster("a"), facts)
+    assert str(error).startswith("/models/tiny/config.json is no decoder's: ")
+    assert words in str(error)
+    assert error.code == "MODEL-CONFIG"
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("config.json is damaged: x", "the folder is there, but what it holds is damaged or unfinished"),
+        ("/models/tiny/config.json: Permission denied", "make it readable for the user that cpupp logs in as"),
+    ],
+)
+def test_a_model_that_is_there_and_cannot_be_used(error: str, hint: str) -> None:
+    refused = refusal(cluster("a"), machines("a", model=model_folder(error=error)))
+    assert refused.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("args", [{"max_model_len": "abc"}, {"max-model-len": -5}, {"max_model_len": True}])
+def test_a_context_that_is_no_number(args: dict[str, Any]) -> None:
+    error = refusal(cluster("a", engine={"args": args}), machines("a"))
+    assert "is no number of tokens" in str(error)
+
+
+def test_a_dtype_that_vllm_does_not_know() -> None:
+    assert str(refusal(cluster("a", engine={"args": {"dtype": "float17"}}), {})).startswith(
+        "engine.args.dtype 'float17'"
+    )
+
+
+def test_a_context_beyond_the_models_is_warned_of() -> None:
+    def warned(length: object) -> bool:
+        plan = make_plan(cluster("a", engine={"args": {"max_model_len": length}}), machines("a"))
+        return any("is more than the model's" in text for text in plan.warnings)
+
+    most = LLAMA_TINY["max_position_embeddings"]
+    assert [warned(length) for length in (most, most + 1, "auto")] == [False, True, False]
 
 
 def test_a_model_without_a_tokenizer_is_refused_unless_one_is_named() -> None:

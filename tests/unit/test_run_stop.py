@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cpupp.errors import CpuppError
+from cpupp.errors import CpuppError, ExitCode
 from cpupp.launch import run_stop
 from cpupp.launch.run_collect import LOCK, one_at_a_time
 from cpupp.launch.run_find import find
@@ -27,6 +27,7 @@ from cpupp.launch.runs import all_runs, launcher_alive, run_in, start_ticks
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.runs import LauncherRef, Run, choose
 from cpupp.plan.runstate import RunState
+from cpupp.plan.status import Recorded, run_status
 from cpupp.render_runs import stop_exit, stop_page
 from tests.unit.hosts_of_runs import RUN, ScriptedHost, open_hosts
 
@@ -236,6 +237,31 @@ def test_a_run_without_its_launcher_is_crashed_unless_it_is_detached(tmp_path: P
     write(tmp_path, run="1130-000000-0000", detached=True)
     states = {run.run: run.state for run in all_runs(tmp_path)}
     assert states == {RUN: RunState.CRASHED, "1130-000000-0000": RunState.READY}
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"run": "1130-00'])
+def test_a_run_whose_record_is_damaged_may_live_and_is_still_listed(tmp_path: Path, damaged: str) -> None:
+    folder = write(tmp_path)
+    (folder / "run.json").write_text(damaged)
+    assert all_runs(tmp_path) == []  # nothing tells where its hosts are
+    (folder / "spec.yaml").write_text("name: pair\n")
+    found = choose(all_runs(tmp_path), RUN)
+    assert (found.name, found.detached, found.live) == ("pair", True, True)
+    (folder / "result.json").write_text('{"outcome": "failed"}')
+    assert not choose(all_runs(tmp_path), RUN).live
+
+
+def test_a_launcher_that_was_killed_is_the_failure_of_its_run(tmp_path: Path) -> None:
+    run = run_in(write(tmp_path, detached=False))
+    assert run is not None
+    first = run_status(run, Recorded(), {}, {}, now=2000.0).first_failure
+    assert first is not None
+    assert first.code == "LAUNCHER-LOST"
+    result = stop(tmp_path, *pair())
+    assert stop_exit([result]) == ExitCode.OK
+    assert (
+        json.loads((tmp_path / f"pair-{RUN}" / "result.json").read_text())["first_failure"]["code"] == "LAUNCHER-LOST"
+    )
 
 
 def test_broken_records_are_passed_over(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cpupp.errors import CpuppError
+from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.checks import CHECKS
 from cpupp.plan.diagnose import diagnose
 from cpupp.plan.findings import SEVERITIES
@@ -27,6 +27,14 @@ def test_an_unknown_code_is_told_the_near_ones(word: str, near: str) -> None:
     with pytest.raises(CpuppError, match=f"there is no check {word}") as caught:
         chosen_codes(CHECKS, (), [word])
     assert near in caught.value.hint
+
+
+@pytest.mark.parametrize("option", ["only", "skip"])
+def test_an_empty_choice_is_refused(option: str) -> None:
+    words = {"only": (), "skip": (), option: (" , ",)}
+    with pytest.raises(CpuppError) as caught:
+        chosen_codes(CHECKS, words["only"], words["skip"])
+    assert caught.value.exit_code == ExitCode.USAGE
 
 
 def test_a_choice_that_leaves_nothing_is_refused() -> None:
