@@ -82,7 +82,7 @@ class _Drawing:
             words += [(f"   {count(len(part.ranks), 'rank')} by ", "dim"), (part.group, _STYLE[part.group])]
         self.inside(words)
         for rank, end in zip(part.ranks, last.ranks, strict=True):
-            self.inside([(f"  {rank_text(rank, end)}", "")])
+            self.inside([(f"  {rank_text(rank, end, len(box.hosts))}", "")])
         if part.onward:
             self.inside([(f"  {self.signs['down']} ", ""), (part.onward, _STYLE[part.onward])])
 
@@ -145,9 +145,11 @@ def layers_text(part: MapStage, last: MapStage, num_hosts: int) -> str:
     return f", layer {first}" if first == end else f", layers {first}-{end} ({number}{each})"
 
 
-def rank_text(rank: RankPlan, end: RankPlan) -> str:
+def rank_text(rank: RankPlan, end: RankPlan, num_hosts: int) -> str:
     """`rank 1  cores 0-14  9.65 GiB + 4 GiB KV`; end: the same rank of the last of several folded hosts."""
     who = f"rank {rank.rank}" if rank.rank == end.rank else f"ranks {rank.rank} to {end.rank}"
+    step = (end.rank - rank.rank) // max(1, num_hosts - 1)
+    who += f" in steps of {step}" if step > 1 else ""
     parts = [who]
     if rank.cores:
         parts.append(f"cores {ranges(rank.cores)}")

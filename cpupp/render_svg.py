@@ -24,7 +24,7 @@ LINE, PAD, HEAD = 20, 14, 34
 """Height of a line of text, room inside a box's walls, height of a box's title."""
 LETTER = 7.3
 """Width of a character of the fixed font at 12 px, with a reserve for fonts wider than DejaVu Sans Mono."""
-LONGEST = 52
+LONGEST = 80
 _INK, _FAINT, _PAPER = "#1f2933", "#616e7c", "#ffffff"
 _COLOUR = {"shm": "#1b7f3b", "gloo": "#1769aa"}
 _TINT = ("#eef4fb", "#f3f8ee", "#fdf6ec", "#f6f0fa")
@@ -100,7 +100,7 @@ def _lines(box: MapBox) -> Iterator[tuple[str, str]]:
         number = len(box.hosts)
         yield "stage", stage_title(part, last, number) + layers_text(part, last, number)
         for rank, end in zip(part.ranks, last.ranks, strict=True):
-            yield "rank", rank_text(rank, end)
+            yield "rank", rank_text(rank, end, number)
         if part.group:
             yield part.group, f"{part.group} between its {count(len(part.ranks), 'rank')}"
         if part.onward:

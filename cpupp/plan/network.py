@@ -150,14 +150,20 @@ def _named_address(host: HostSpec, fact: HostFacts) -> Endpoint:
     if interface is None:
         raise CpuppError(
             "NET-ADDRESS",
-            f"host {host.name}: address {host.address} is on none of its interfaces; there: {_list(fact)}",
-            hint="gloo must bind the address on the host itself: give one of the addresses above",
+            f"host {host.name}: address {host.address} is on none of its interfaces; there: {_usable(fact)}",
+            hint=f"gloo must bind the address on the host itself: give one of these as hosts[].address of {host.name}",
         )
     return Endpoint(address=host.address, interface=interface.name, reason="address of the cluster file")
 
 
 def _interface_of(fact: HostFacts, address: str) -> InterfaceFacts | None:
     return next((i for i in fact.interfaces if address and address in i.addresses), None)
+
+
+def _usable(fact: HostFacts) -> str:
+    """The addresses that peers can reach, with their interfaces."""
+    found = [(best_address(i), i.name) for i in fact.interfaces if i.up and not i.loopback]
+    return ", ".join(f"{address} ({name})" for address, name in found if address) or _list(fact)
 
 
 def _list(fact: HostFacts) -> str:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 GIB = 1 << 30
+FEMTO = 1_000_000
+"""Femtoseconds of a nanosecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
     """What a stage's time is made of, and its memory beside the layers (fixed, bytes of one rank).
 
-    per_byte: picoseconds to read one byte of weights; per_layer: nanoseconds of every layer whatever its size; extra:
+    per_byte: femtoseconds to read one byte of weights; per_layer: nanoseconds of every layer whatever its size; extra:
     nanoseconds of a token (head, engine).
     """
 
@@ -95,7 +97,7 @@ class _Table:
         """Nanoseconds of layers [start, end) on a stage."""
         cost = self.problem.stages[stage]
         return (
-            (self._read[end] - self._read[start]) * cost.per_byte // 1000 + (end - start) * cost.per_layer + cost.extra
+            (self._read[end] - self._read[start]) * cost.per_byte // FEMTO + (end - start) * cost.per_layer + cost.extra
         )
 
     def memory(self, stage: int, start: int, end: int) -> int:

@@ -24,7 +24,7 @@ from cpupp.plan.memory import (
     too_much,
 )
 from cpupp.plan.model import ModelFacts
-from cpupp.plan.partition import GIB, Problem, StageCost, solve, stage_memory, stage_times
+from cpupp.plan.partition import FEMTO, GIB, Problem, StageCost, solve, stage_memory, stage_times
 from cpupp.plan.roofline import RankReads, rank_reads
 from cpupp.plan.shm_room import ShmRoom
 from cpupp.plan.speed import ASSUMED_BYTES_PER_S, ENGINE_NS, LAYER_NS, RankSpeed, hop_ns, levelled, rank_speeds
@@ -261,8 +261,8 @@ def _stage_costs(case: _Case, weights: RankWeights, speeds: Mapping[int, RankSpe
         ranks = [seat.rank for seat in case.grid.seats if seat.stage == stage]
         rate = float(min(speeds[rank].bytes_per_s for rank in ranks) if speeds else ASSUMED_BYTES_PER_S)
         share = min(speeds[rank].share for rank in ranks) if speeds else 1.0
-        per_byte = max(1, round(1e12 / rate))
-        extra = weights.head * per_byte // 1000 if stage == case.grid.pipeline - 1 else 0
+        per_byte = max(1, round(1e15 / rate))
+        extra = weights.head * per_byte // FEMTO if stage == case.grid.pipeline - 1 else 0
         if stage == 0 and speeds and not case.engine_alone:
             extra += round(ENGINE_NS / share)
         per_layer = round(LAYER_NS / share) + case.reduces[stage]

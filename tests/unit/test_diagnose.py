@@ -162,16 +162,20 @@ def test_the_files_of_the_model_that_differ_are_named() -> None:
     told = {"a": health(), "b": health(model_files={**health().model_files, "model.safetensors": "8000 eeee"})}
     (found,) = [f for f in diagnose(PAIR, facts, health=told).findings if f.code == "MODEL-PARITY"]
     assert found.evidence == "model.safetensors (a: 9000 cccc, b: 8000 eeee)"
-    folder, there = facts["a"].model.path, f"{facts['b'].user}@{facts['b'].ssh_address}"
-    assert found.fix == f"if a has the right one, on a: rsync -aL --delete {folder}/ {there}:{facts['b'].model.path}/"
+    assert found.fix == (
+        "if a has the right one, on this machine: ssh a 'tar -C /models/tiny -chf - .' | ssh b"
+        " 'mv /models/tiny /models/tiny.before && mkdir -p /models/tiny && tar -C /models/tiny -xf -'"
+    )
 
 
 def test_a_missing_model_is_copied_from_where_it_is_or_fetched() -> None:
     missing = model_folder(error="No such file or directory", path="/models/tiny")
     facts = machines("a", "b")
     facts["b"] = replace(facts["b"], model=missing)
-    (found,) = [f for f in diagnose(PAIR, facts).findings if f.code == "MODEL" and f.severity == "error"]
-    assert found.fix == f"on a: rsync -aL /models/tiny/ {facts['b'].user}@{facts['b'].ssh_address}:/models/tiny/"
+    spec = cluster({"name": "a", "local": True}, {"name": "b", "ssh": "me@[fd00::2]:2222"}, pipeline=2)
+    (found,) = [f for f in diagnose(spec, facts).findings if f.code == "MODEL" and f.severity == "error"]
+    write = "mkdir -p /models/tiny && tar -C /models/tiny -xf -"
+    assert found.fix == f"on this machine: tar -C /models/tiny -chf - . | ssh -p 2222 me@fd00::2 '{write}'"
     hub = cluster("a", "b", pipeline=2, model={"path": "org/small"})
     for said, words in (
         ("reachable", "hf download org/small"),

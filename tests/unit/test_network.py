@@ -65,9 +65,7 @@ def test_an_address_that_is_not_on_the_host() -> None:
     spec = cluster({"name": "a", "address": "1.2.3.4"}, "b", pipeline=2)
     with pytest.raises(CpuppError) as caught:
         data_plane(spec, machines("a", "b"))
-    assert caught.value.message == (
-        "host a: address 1.2.3.4 is on none of its interfaces; there: lo (127.0.0.1, ::1), eth0 (10.0.0.1)"
-    )
+    assert caught.value.message == ("host a: address 1.2.3.4 is on none of its interfaces; there: 10.0.0.1 (eth0)")
 
 
 def test_a_named_interface_must_be_there() -> None:

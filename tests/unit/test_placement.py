@@ -263,6 +263,12 @@ def test_no_more_tokens_are_advised_than_the_model_takes() -> None:
     assert int(hint.partition("max_model_len ")[2].split()[0]) <= 131072
 
 
+def test_fast_memory_is_not_rounded_away() -> None:
+    facts = servers((900, 400), (900, 400), (900, 310), (900, 310))
+    first, *_, last = sizes(make_plan(spec_of(facts), facts))
+    assert first > last
+
+
 def test_smaller_weights_are_named_where_they_would_do() -> None:
     facts = servers((64, 100), (64, 100))
     assert "8 bits a weight" in refusal(spec_of(facts), facts).hint

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from cpupp.plan.checks.wording import gib, sudo, there
+from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Case, Finding, check, info, ok, warning
 from cpupp.plan.partition import GIB
 
@@ -129,27 +130,34 @@ def memory_overcommit(case: Case) -> Iterator[Finding]:
 def limits(case: Case) -> Iterator[Finding]:
     """The API server holds a socket for each request in flight; OpenMP starts a thread for each core."""
     for name, fact in case.facts.items():
-        bad = list(_low_limits(name, fact.ulimits))
+        bad = list(_low_limits(name, fact))
         yield from bad
         if not bad:
             shown = {key: fact.ulimits[key] for key in ("nofile", "nproc", "memlock", "as") if key in fact.ulimits}
             yield ok(name, "limits suffice", ", ".join(f"{k} {_limit(v)}" for k, v in shown.items()))
 
 
-def _low_limits(name: str, limits: Mapping[str, int]) -> Iterator[Finding]:
-    nofile, nproc, space = (limits.get(key, -1) for key in ("nofile", "nproc", "as"))
+def _low_limits(name: str, fact: HostFacts) -> Iterator[Finding]:
+    nofile, nproc, space = (fact.ulimits.get(key, -1) for key in ("nofile", "nproc", "as"))
     if 0 <= nofile < MIN_OPEN_FILES:
-        fix = f"ulimit -n {MIN_OPEN_FILES * 16}, or LimitNOFILE= of the service that runs sshd"
+        fix = _raised(name, fact, "nofile", str(MIN_OPEN_FILES * 16), "LimitNOFILE=")
         cause = "requests in flight are refused with `Too many open files`"
         yield warning(name, "few open files allowed", evidence=f"ulimit -n: {nofile}", cause=cause, fix=fix)
     if 0 <= nproc < MIN_PROCESSES:
-        fix = f"ulimit -u {MIN_PROCESSES * 8}, or TasksMax= of the service that runs sshd"
+        fix = _raised(name, fact, "nproc", str(MIN_PROCESSES * 8), "TasksMax=")
         cause = "OpenMP, torch and the API server start hundreds of threads, which count"
         yield warning(name, "few processes allowed", evidence=f"ulimit -u: {nproc}", cause=cause, fix=fix)
     if space >= 0:
-        fix = "ulimit -v unlimited"
+        fix = _raised(name, fact, "as", "unlimited", "LimitAS=")
         cause = "torch reserves far more address space than memory: `std::bad_alloc`"
         yield warning(name, "address space limited", evidence=f"ulimit -v: {gib(space)}", cause=cause, fix=fix)
+
+
+def _raised(name: str, fact: HostFacts, limit: str, value: str, setting: str) -> str:
+    """A limit that new sessions have; `ulimit` changes the shell alone that it is typed in."""
+    tee = f"{sudo(fact)}tee -a /etc/security/limits.conf"
+    line = there(name, f"echo '{fact.user} - {limit} {value}' | {tee}")
+    return f"{line}; new sessions have it (or {setting} of the service that runs sshd)"
 
 
 def _limit(value: int) -> str:

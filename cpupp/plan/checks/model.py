@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 
-from cpupp.plan.checks.wording import gib, place_of, table
+from cpupp.plan.checks.wording import copied, gib, table
 from cpupp.plan.findings import Case, Finding, check, error, ok, warning
 from cpupp.plan.model import model_facts
 from cpupp.plan.refusals import brings_tokenizer
@@ -56,8 +55,7 @@ def _model_fix(case: Case, name: str) -> str:
     path = case.spec.model.path
     having = next((fact for fact in case.facts.values() if not fact.model.error), None)
     if having is not None:
-        folder = shlex.quote(having.model.path)
-        return f"on {having.name}: rsync -aL {folder}/ {place_of(case.facts[name])}/"
+        return copied(case.spec, having, case.facts[name])
     if HUB_ID.fullmatch(path):
         hub = case.health[name].hub if name in case.health else ""
         if hub not in ("", "reachable"):
@@ -72,7 +70,7 @@ def _model_fix(case: Case, name: str) -> str:
     "all hosts have the same snapshot of the model",
     severities="error",
     why="stages of different snapshots give wrong answers without an error",
-    fix="copy one snapshot to every host, for example with `rsync -a`",
+    fix="copy one snapshot to every host",
     needs=("health",),
 )
 def model_parity(case: Case) -> Iterator[Finding]:
@@ -99,9 +97,9 @@ def _parity_fix(case: Case) -> str:
     first = next(iter(seen))
     others = [name for name, what in seen.items() if what != seen[first]]
     source, target = case.facts[first], case.facts[others[0]]
-    command = f"rsync -aL --delete {shlex.quote(source.model.path)}/ {place_of(target)}/"
-    so_too = f", and so to {', '.join(others[1:])}" if len(others) > 1 else ""
-    return f"if {first} has the right one, on {first}: {command}{so_too}"
+    assert case.spec is not None
+    so_too = f"; and so to {', '.join(others[1:])}" if len(others) > 1 else ""
+    return f"if {first} has the right one, {copied(case.spec, source, target, instead=True)}{so_too}"
 
 
 def _differing(case: Case) -> str:

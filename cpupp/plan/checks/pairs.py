@@ -105,6 +105,10 @@ def _fix(case: Case, pair: PairFacts, port: PortReach, sources: Sequence[str]) -
     subnet = network_of(case.facts[pair.dst], pair.address)
     if subnet and all(_inside(address, subnet) for address in known):
         known = [subnet]
+    if pair.firewall in ("", "nft"):
+        seen = f"`{sudo(case.facts[pair.dst])}nft list ruleset` there shows it; else " if pair.firewall else ""
+        between = "look between the hosts (a security group, a switch)"
+        return f"no firewall of {pair.dst} is seen: {seen}{between}, and at what lets replies back in to {sources[0]}"
     command = admit(pair.firewall, known, sudo(case.facts[pair.dst]))
     return there(pair.dst, command, for_good=outlives_reboot(pair.firewall))
 

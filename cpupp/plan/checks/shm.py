@@ -33,7 +33,9 @@ def shm(case: Case) -> Iterator[Finding]:
         evidence = f"/dev/shm: {found.size // MIB} MiB, {found.free // MIB} MiB free, device {found.device:#x}"
         if not found.writable:
             cause = "without it every link of this host is gloo, and vLLM's own queues cannot start"
-            fix = there(name, f"{sudo(fact)}mount -t tmpfs -o mode=1777 tmpfs /dev/shm", for_good=False)
+            # A second tmpfs over a live one would hide what runs and leftovers have in it.
+            cure = "chmod 1777" if found.size else "mount -t tmpfs -o mode=1777 tmpfs"
+            fix = there(name, f"{sudo(fact)}{cure} /dev/shm", for_good=False)
             yield error(name, "/dev/shm is not writable", evidence=evidence, cause=cause, fix=fix)
             continue
         need = f"{rooms[name].need // MIB} MiB"
