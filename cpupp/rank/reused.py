@@ -30,16 +30,20 @@ class ReusedMemory:
 
 
 def holders(tensor: torch.Tensor) -> int:
-    """How many tensors share this one's memory, itself included. There is no public way to ask."""
+    """How many tensors share this one's memory, itself included. There is no public way to ask.
+
+    Who keeps the bare storage object, and no tensor over it, is not counted.
+    """
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count - 1  # without the storage object that we ask
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself when nobody else can write to its memory after the send has returned, else a copy.
+    """The tensor itself when it alone has its memory, else a copy: for what is sent from where it is, after the return.
 
     vLLM takes our send for a finished one. A stage's output can be a view of a buffer that its next step overwrites
-    (the residual of a middle stage is a slice of the received one), and such a view shares its storage.
+    (the residual of a middle stage is a slice of the received one), and such a view shares its storage. A tensor with
+    memory of its own is the step's output, which nobody writes to: the next step makes another one (vLLM 0.32, CPU).
     """
     return tensor if holders(tensor) == 1 else tensor.clone()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, FrameCodec, Header
+from cpupp.rank.frames import MAX_HEADER_BYTES, PREFIX_BYTES, FrameCodec, FrameError, Header
 from cpupp.rank.reused import ReusedMemory
 from cpupp.rank.ring import TIMEOUT_SECONDS, Ring, span
 
@@ -39,6 +39,7 @@ class ShmLink:
         self._memory = ReusedMemory()
         self._frames = self._read()
         self._partial = False
+        self._broken: FrameError | None = None
         self._last: Header | None = None
         self._ready: _Ready | None = None
 
@@ -70,7 +71,13 @@ class ShmLink:
         frame = None if self._partial else self._whole()
         if frame is None:
             self._last = self._ready = None  # the next frame's header is another one from now on
-            frame = next(self._frames)
+            if self._broken is not None:
+                raise self._broken
+            try:
+                frame = next(self._frames)
+            except FrameError as error:
+                self._broken = error
+                raise
             self._partial = frame is None
         if frame is not None:
             self._arrived.append(frame)

@@ -28,6 +28,7 @@ from cpupp.rank.step_clock import waits
 STREAM_BYTES = 2 * 1024 * 1024 + MAX_HEADER_BYTES
 MAX_PARTS = 512
 """Buffers of one system call; the kernel takes 1,024."""
+CLOSE_S = 2.0
 PATIENCE_MS = 1
 """How long a send waits for room in the kernel before a thread goes on with it."""
 
@@ -107,12 +108,18 @@ class StreamLink:
             self._reap()
 
     def close(self) -> None:
-        """Let what was sent leave, then close the connection. Raises PeerLostError."""
+        """Let what was sent leave, for CLOSE_S at most, then close the connection. Raises PeerLostError."""
         try:
-            self.flush()
+            self._outlet.close()
+            while self._in_flight:
+                self._reap()
         finally:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
+                # The kernel takes back what the peer has not read yet where we leave something unread.
+                self._socket.setblocking(False)
+                while self._socket.recv(1 << 16):
+                    pass
             self._socket.close()
 
     def _prepare(self) -> _Ready | None:
@@ -207,6 +214,7 @@ class _Outlet:
         self._waiting: deque[bytes] = deque()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
+        self._closed = False
 
     def send(self, parts: Sequence[Part]) -> None:
         """Send the parts, or a copy of them later. Raises PeerLostError."""
@@ -220,6 +228,15 @@ class _Outlet:
     def flush(self) -> None:
         """Wait until the kernel has everything. Raises PeerLostError."""
         self._wait_until(0)
+
+    def close(self) -> None:
+        """Wait for that, but not for ever on a peer that does not read, and end the thread. Raises PeerLostError."""
+        try:
+            self._wait_until(0, CLOSE_S)
+        finally:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
 
     def _offer(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Give the kernel what it takes; return what is left."""
@@ -245,18 +262,18 @@ class _Outlet:
         self._wait_until(self._bound)
 
     @waits
-    def _wait_until(self, num_waiting: int) -> None:
+    def _wait_until(self, num_waiting: int, timeout_s: float | None = None) -> None:
         with self._changed:
-            while len(self._waiting) > num_waiting and self._error is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: len(self._waiting) <= num_waiting or self._error is not None, timeout_s)
             if self._error is not None:
                 raise PeerLostError(self._link, str(self._error.strerror)) from self._error
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
                 data = self._waiting[0]
             try:
                 self._socket.sendall(data, socket.MSG_NOSIGNAL)

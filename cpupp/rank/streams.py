@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 
 from cpupp.rank.identity import Exchange
 
 TIMEOUT_S = 5.0
+HELLO_S = 0.2
+"""For the rest of a hello that has begun: it is one small segment."""
 _ROW = struct.Struct("<BH16s16s")
 _HELLO = struct.Struct("<16sI")
 _NOBODY = _ROW.pack(0, 0, b"", b"")
@@ -73,24 +76,41 @@ def _connections(
     made: dict[int, socket.socket] = {}
     if listener is None:
         return made
-    ends = time.monotonic() + timeout
     callers = {a for a, b in pairs if b == position and rows[a][0]}
     for _, other in (pair for pair in pairs if pair[0] == position):
         with suppress(OSError):  # this pair has gloo
             made[other] = _call(rows[other], position, timeout)
-    while callers and (left := ends - time.monotonic()) > 0:
-        listener.settimeout(left)
-        with suppress(OSError):
-            connection, _ = listener.accept()
-            caller = _caller(connection, rows[position][3], left)
-            if caller in callers:
-                callers.remove(caller)
-                made[caller] = connection
-            else:
-                connection.close()
+    made.update(_accepted(listener, callers, rows[position][3], timeout))
     for connection in made.values():
         _prepare(connection)
     return made
+
+
+def _accepted(
+    listener: socket.socket, callers: set[int], token: bytes, timeout: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """Those of the callers who come in time. A stranger who says nothing holds up nobody."""
+    ends = time.monotonic() + timeout
+    with ExitStack() as stack:
+        doors = stack.enter_context(selectors.DefaultSelector())
+        doors.register(listener, selectors.EVENT_READ)
+        strangers: set[socket.socket] = set()
+        stack.callback(_close_all, strangers)
+        while callers and (left := ends - time.monotonic()) > 0:
+            for key, _ in doors.select(left):
+                if key.fileobj is listener:
+                    with suppress(OSError):
+                        connection, _ = listener.accept()
+                        strangers.add(connection)
+                        doors.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = next(one for one in strangers if one is key.fileobj)
+                doors.unregister(connection)
+                caller = _caller(connection, token)
+                if caller in callers:
+                    callers.remove(caller)
+                    strangers.remove(connection)
+                    yield caller, connection
 
 
 def _call(row: tuple[int, int, bytes, bytes], position: int, timeout: float) -> socket.socket:
@@ -107,9 +127,14 @@ def _call(row: tuple[int, int, bytes, bytes], position: int, timeout: float) -> 
     return connection
 
 
-def _caller(connection: socket.socket, token: bytes, timeout: float) -> int | None:
-    """Who has connected, None for a stranger."""
-    connection.settimeout(min(timeout, 1.0))  # a stranger who says nothing must not keep the others waiting
+def _close_all(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+def _caller(connection: socket.socket, token: bytes) -> int | None:
+    """Who has said something, None for a stranger."""
+    connection.settimeout(HELLO_S)
     with suppress(OSError):
         hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
         if len(hello) == _HELLO.size:

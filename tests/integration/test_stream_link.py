@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cpupp.rank.frames import FrameCodec, FrameError
 from cpupp.rank.ring import PeerLostError
-from cpupp.rank.stream_link import MAX_PARTS, STREAM_BYTES, StreamLink
+from cpupp.rank.stream_link import CLOSE_S, MAX_PARTS, STREAM_BYTES, StreamLink
 from cpupp.rank.streams import connect, neighbours
 
 Pair = tuple[StreamLink, StreamLink]
@@ -104,6 +104,28 @@ def test_a_slow_peer_keeps_nobody_waiting_and_the_order_stays(pair: Pair) -> Non
         assert got["i"] == i
         assert bool((got["x"] == i).all())
     pair[0].flush()
+
+
+def test_the_thread_ends_with_the_link_and_what_was_sent_arrives(pair: Pair) -> None:
+    sent = items_of(STREAM_BYTES // 2, 5)
+    pair[1].send({"unread": 1})
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(4):
+            pair[0].send(sent)
+        got = pool.submit(lambda: [pair[1].recv() for _ in range(4)])
+        pair[0].close()
+        assert all(same(items, sent) for items in got.result(20))
+    thread = pair[0]._outlet._thread
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_peer_that_never_reads_does_not_keep_a_link_open(pair: Pair) -> None:
+    for _ in range(4):
+        pair[0].send(items_of(STREAM_BYTES // 2, 5))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pair[0].close).result(CLOSE_S + 10)
 
 
 def test_both_may_send_first(pair: Pair) -> None:
@@ -231,18 +253,20 @@ def test_strangers_are_turned_away() -> None:
         rows = meeting.of(1)(row)
         if not strangers:
             port = int.from_bytes(rows[1][1:3], "little")
-            for word in (b"x" * 20, b""):
+            for word in (*[b""] * 8, b"x" * 20, b"half"):
                 strangers.append(socket.create_connection(("127.0.0.1", port)))
                 strangers[-1].sendall(word)
         return rows
 
     with ThreadPoolExecutor(2) as pool:
         pairs = neighbours(2)
-        second = pool.submit(connect, listening, 1, pairs, "127.0.0.1", 4.0)
-        first = pool.submit(connect, meeting.of(0), 0, pairs, "127.0.0.1", 4.0)
+        began = time.monotonic()
+        second = pool.submit(connect, listening, 1, pairs, "127.0.0.1", 8.0)
+        first = pool.submit(connect, meeting.of(0), 0, pairs, "127.0.0.1", 8.0)
         (mine,), (its,) = first.result(20).values(), second.result(20).values()
     with mine, its:
         mine.sendall(b"me")
         assert its.recv(2) == b"me"
+        assert time.monotonic() - began < 6.0, "strangers who say nothing held it up"
     for stranger in strangers:
         stranger.close()
