@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpupp.errors import CpuppError
+from cpupp.plan.amounts import count
 from cpupp.plan.auto import settle_parallel
 from cpupp.plan.cluster import NAME_PATTERN, ClusterSpec, parse_ssh
 from cpupp.plan.facts import HostFacts
@@ -157,7 +158,7 @@ def _host_lines(made: Draft, name: str, endpoints: Mapping[str, Endpoint]) -> li
     cores = len({(cpu.socket, cpu.core) for cpu in fact.cpus})
     memory = f"{fact.memory_total / GIB:.0f} GiB"
     lines = [f"  - name: {_scalar(name)}"]
-    lines.append(f"    # {_comment(fact.hostname)}: {cores} cores, {nodes} NUMA node{'s'[: nodes > 1]}, {memory}")
+    lines.append(f"    # {_comment(fact.hostname)}: {count(cores, 'core')}, {count(nodes, 'NUMA node')}, {memory}")
     lines.append("    local: true" if host.local else f"    ssh: {_scalar(host.ssh or '')}")
     if name in endpoints:
         place = endpoints[name]

@@ -85,13 +85,14 @@ def port_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[Cpupp
     for port in fact.ports if fact else ():
         key = "serve.port" if port.port == spec.serve.port else "network.master_port"
         if not port.free:
-            process = port.holder.startswith("pid ")
+            process = re.match(r"pid (\d+)", port.holder)
             holder = f" by {port.holder}" if process else f" ({port.holder})" if port.holder else ""
+            end = f"on {head}: kill {process[1]}" if process else "stop that process"
             errors.append(
                 CpuppError(
                     "NET-PORT-TAKEN",
                     f"host {head}: {key} {port.port} is taken{holder}",
-                    hint=f"stop that process, or choose another {key}",
+                    hint=f"{end}, or choose another {key}",
                 )
             )
     return errors

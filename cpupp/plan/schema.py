@@ -43,6 +43,7 @@ def _correct(made: dict[str, Any]) -> None:
         "anyOf": [{"const": "auto"}, {"$ref": "#/$defs/ParallelSpec"}],
         "description": WORDS["parallel"],
     }
+    made["$defs"]["HostSpec"]["anyOf"] = [{"required": ["ssh"]}, {"required": ["local"]}]
     made["$defs"]["NetworkSpec"]["properties"]["master_port"]["anyOf"] = [
         {"const": "auto"},
         {"type": "integer", "minimum": 1, "maximum": 65535},

@@ -114,7 +114,7 @@ def test_a_taken_port_names_the_process(cluster: Path) -> None:
         assert done.returncode == 3
         assert re.match(
             rf"error: host a: serve\.port {match[1]} is taken by pid \d+ \(.*\)\n"
-            r"  hint: stop that process, or choose another serve\.port\n$",
+            r"  hint: on a: kill \d+, or choose another serve\.port\n$",
             done.stderr,
         )
 

@@ -36,7 +36,7 @@ def environment(case: Case) -> Iterator[Finding]:
         if wanted:
             cause = "the ranks do not inherit them: the plan's environment is the same on every host"
             fix = "put what is meant into engine.env, a secret into engine.secrets; take the rest out of the host's "
-            fix += "~/.bashrc, ~/.profile, /etc/environment or sshd_config (SetEnv)"
+            fix += "~/.bashrc, ~/.profile, ~/.ssh/environment, /etc/environment or sshd_config (SetEnv)"
             evidence = ", ".join(f"{key}={fact.environment[key]} ({does[key]})" for key in wanted)
             yield warning(name, "variables that are not passed on", evidence=evidence, cause=cause, fix=fix)
         own = [key for key in does if key in said and key not in wanted]
