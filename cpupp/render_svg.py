@@ -111,8 +111,13 @@ def _lines(box: MapBox) -> Iterator[tuple[str, str]]:
 
 def _box_width(box: MapBox) -> float:
     title, notes = box_title(box, "…")
-    longest = max(_text_width(_short(text)) for _, text in _lines(box))
+    longest = max(_text_width(_short(text)) + _shift(kind) for kind, text in _lines(box))
     return max(longest, _text_width(_short(title)) * 1.25 + _text_width(_short(notes)) + 24, 240) + 2 * PAD
+
+
+def _shift(kind: str) -> float:
+    """How far a line is set in."""
+    return 0 if kind == "stage" else 12
 
 
 def _box_height(box: MapBox) -> float:
@@ -136,9 +141,8 @@ def _box(box: MapBox, left: float, top: float, width: float, height: float) -> I
     yield _text(left + width - PAD, top + 23, _short(notes), colour=_FAINT, anchor="end", full=notes)
     y = top + HEAD + 12
     for kind, text in _lines(box):
-        shift = 0 if kind == "stage" else 12
         colour = _COLOUR.get(kind, _INK)
-        yield _text(left + PAD + shift, y, _short(text), colour=colour, bold=kind == "stage", full=text)
+        yield _text(left + PAD + _shift(kind), y, _short(text), colour=colour, bold=kind == "stage", full=text)
         y += LINE
 
 
