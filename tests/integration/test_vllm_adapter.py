@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from cpupp.plan.handoff import (
     Report,
     decode_report,
 )
+from cpupp.rank import vllm_plugin
 from cpupp.rank.communicator import Communicator
 from cpupp.rank.identity import Obstacle
 from tests.integration import scheduling
@@ -446,3 +448,27 @@ def no_spin(rank: int) -> list[float]:
 
 def test_a_reader_without_a_core_of_its_own_sleeps_at_once(gang: Gang) -> None:
     assert gang.run(no_spin, ranks=1) == [[1, 0]]
+
+
+def lone(rank: int, folder: str) -> list[bool]:
+    """Whether linear layers will be packed: at registration, and once an attention layer has asked for its backend."""
+    from vllm.model_executor.layers import utils
+    from vllm.platforms.cpu import CpuPlatform
+
+    def packs() -> bool:
+        return hasattr(utils.dispatch_cpu_unquantized_gemm, "cpupp")
+
+    told = replace(handoff(Path(folder), "links"), packed_weights=True)
+    with (
+        patch.dict(os.environ, {HANDOFF_ENV: told.encode()}),
+        patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(lambda cls, *args: "backend")),
+        patch.object(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None),
+    ):
+        vllm_plugin._cure_models(CpuPlatform)
+        found = [packs()]
+        assert CpuPlatform.get_attn_backend_cls(None) == "backend"
+        return [*found, packs()]
+
+
+def test_a_lone_rank_has_no_communicator_and_still_the_models_cures(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(lone, str(tmp_path), ranks=1) == [[False, True]]
