@@ -95,9 +95,12 @@ def _kv_warnings(spec: ClusterSpec) -> list[str]:
 
 
 def _context_warnings(spec: ClusterSpec, model: ModelFacts | None) -> list[str]:
-    if model is None or model.max_position is None or context_length(spec, model) <= model.max_position:
+    if model is None or model.max_position is None:
         return []
-    asked = f"max_model_len {context_length(spec, model)} is more than the model's {model.max_position} positions"
+    tokens = context_length(spec, model)
+    if tokens <= model.max_position:
+        return []
+    asked = f"max_model_len {tokens} is more than the model's {model.max_position} positions"
     return [f"{asked}: vLLM refuses that, unless its config scales them or VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 is set"]
 
 

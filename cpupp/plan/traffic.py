@@ -6,14 +6,12 @@ one vector after attention and one after the MLP of every layer, each in two ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
 from cpupp.plan.cluster import ClusterSpec
-from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid, make_grid, slots_equation
-from cpupp.plan.model import ModelFacts, dtype_bytes, model_facts
+from cpupp.plan.model import ModelFacts, dtype_bytes
 from cpupp.plan.pairs import PairFacts
 from cpupp.plan.weights import engine_arg
 
@@ -27,17 +25,6 @@ class Traffic:
     num_bytes: int
     num_messages: int
     what: str
-
-
-def known_model(facts: Mapping[str, HostFacts]) -> ModelFacts | None:
-    """The model as the first host that can read it sees it."""
-    for fact in facts.values():
-        if not fact.model.error:
-            try:
-                return model_facts(fact.model)
-            except ValueError:
-                return None
-    return None
 
 
 def traffic_of(spec: ClusterSpec, model: ModelFacts) -> dict[tuple[str, str], Traffic]:

@@ -10,8 +10,9 @@ from cpupp.plan.checks.wording import sudo, table, there
 from cpupp.plan.facts import InterfaceFacts
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
 from cpupp.plan.firewall import admit, outlives_reboot
+from cpupp.plan.model import readable_model
 from cpupp.plan.pairs import PairFacts, PortReach, network_of
-from cpupp.plan.traffic import Traffic, known_model, token_seconds, traffic_of
+from cpupp.plan.traffic import Traffic, token_seconds, traffic_of
 
 FAR_SLOWER = 3.0
 LATENCY_NOISE_S = 0.001
@@ -235,7 +236,7 @@ def _far_slower(pair: PairFacts, latency_s: float, bytes_per_s: float, num_ways:
 
 def _costs(case: Case, measured: Sequence[PairFacts]) -> Iterator[tuple[Traffic, PairFacts, bool]]:
     """What a token costs on each way that the plan uses, the dearest first, and whether that is much."""
-    model = known_model(case.facts)
+    model = readable_model(case.facts)
     if case.spec is None or model is None:
         return
     flows = traffic_of(case.spec, model)
