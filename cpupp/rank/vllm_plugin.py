@@ -70,7 +70,9 @@ def _cure_models(platform: Any) -> None:
     Attention layers ask the platform for their backend (v1/attention/selector.py, platforms/cpu.py; 0.18 to 0.32). Not
     at registration: other processes register too, and need none of what it imports.
     """
-    original = platform.get_attn_backend_cls
+    original = getattr(platform, "get_attn_backend_cls", None)
+    if original is None:  # moved by a later vLLM: its communicators still call `cure_model`
+        return
 
     def cured(cls: Any, *args: Any, **options: Any) -> Any:
         from cpupp.rank.vllm_adapter import cure_model
