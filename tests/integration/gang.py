@@ -133,6 +133,7 @@ def _serve(address: str, rank: int) -> None:
         try:
             function = getattr(importlib.import_module(module), name)
             dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+            dist.barrier()  # else a rank that is done at once leaves while others still connect to it
             answer = True, function(rank, *args)
         except BaseException:
             answer = False, traceback.format_exc()
