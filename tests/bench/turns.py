@@ -1,12 +1,13 @@
 """Tokens a second of cpupp and of the same commands by hand, both served at once and asked in turns.
 
     python -m tests.bench.turns [--dtype float32] [--packed] [--half] [--concurrency 1,8,32] [--prompt-tokens 64]
-                                [--output-tokens 48] [--requests 2] [--turns 5]
+                                [--output-tokens 48] [--requests 2] [--turns 5] [--idle 60]
 
 SmolLM2-135M, pipeline 2, compiled, on two test hosts of one core each; `--half` holds the second one to half of it.
 Where `bench serve --against by-hand` starts one after the other, so that any model fits, a machine that is slow for
 some minutes is slow for both here. Every turn starts with the other server. `--requests` is a multiple of the
-concurrency; with one output token the tokens of the prompts are counted.
+concurrency; with one output token the tokens of the prompts are counted. `--idle` first counts the CPU time of all
+processes of either side for so many seconds without a request.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.bench.partition import held_to_half
 from tests.bench.serve import CONTEXT, PIECE
 from tests.e2e.runs import PORT, launched, ssh_hosts, write_cluster
 from tests.testbed.bed import Bed, HostOptions, hosts
+from tests.testbed.host import Host
 from tests.testbed.models import smollm2
 
 PORTS = {"cpupp": PORT, "by hand": PORT + 1}
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--idle", type=float, default=0)
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="cpupp-bench-", dir="/var/tmp") as name,
@@ -50,13 +54,15 @@ def main() -> None:
         held_to_half(bed[1] if options.half else None),
         ExitStack() as stack,
     ):
-        _start_both(stack, Path(name), bed, options)
+        by_hand_pids = _start_both(stack, Path(name), bed, options)
+        if options.idle:
+            _idle(bed, by_hand_pids, options.idle)
         for concurrency in map(int, options.concurrency.split(",")):
             _compare(bed[0].address, concurrency, options)
 
 
-def _start_both(stack: ExitStack, folder: Path, bed: Bed, options: argparse.Namespace) -> None:
-    """By hand: the commands of a launch with cpupp's settings, but with the layers that vLLM would choose."""
+def _start_both(stack: ExitStack, folder: Path, bed: Bed, options: argparse.Namespace) -> set[int]:
+    """By hand: the commands of a launch with cpupp's settings, but with the layers that vLLM would choose. Its pids."""
     args = {
         "dtype": options.dtype,
         "enforce_eager": False,
@@ -82,8 +88,28 @@ def _start_both(stack: ExitStack, folder: Path, bed: Bed, options: argparse.Name
         run.stop()
     processes = stack.enter_context(by_hand.started(folder / "by hand", bed, commands))
     by_hand.wait_for_answer(folder / "by hand", bed, processes, health=False, port=PORTS["by hand"])
+    by_hand_pids = {process.pid for host in bed for process in host.processes()}
     run = stack.enter_context(launched(folder / "cpupp" / "run", bed, cluster("cpupp")))
     run.wait_for("ready")
+    return by_hand_pids
+
+
+def _idle(bed: Bed, by_hand_pids: set[int], seconds: float) -> None:
+    """Print what share of a core each side uses on each host."""
+
+    def used(host: Host) -> dict[str, float]:
+        found = dict.fromkeys(PORTS, 0.0)
+        for process in host.processes():
+            found["by hand" if process.pid in by_hand_pids else "cpupp"] += process.cpu_seconds
+        return found
+
+    time.sleep(seconds / 6)  # readers of vLLM's broadcast queue still spin for a second after the last message
+    before = [used(host) for host in bed]
+    time.sleep(seconds)
+    for host, then in zip(bed, before, strict=True):
+        now = used(host)
+        shares = ", ".join(f"{name} {(now[name] - then[name]) / seconds:.2%}" for name in PORTS)
+        print(f"idle, {host.name}: {shares} of a core", flush=True)
 
 
 def _compare(address: str, concurrency: int, options: argparse.Namespace) -> None:
