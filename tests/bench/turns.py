@@ -2,6 +2,7 @@
 
     python -m tests.bench.turns [--dtype float32] [--packed] [--half] [--concurrency 1,8,32] [--prompt-tokens 64]
                                 [--output-tokens 48] [--requests 2] [--turns 5] [--idle 60]
+                                [--batched-tokens 512]
 
 SmolLM2-135M, pipeline 2, compiled, on two test hosts of one core each; `--half` holds the second one to half of it.
 Where `bench serve --against by-hand` starts one after the other, so that any model fits, a machine that is slow for
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--batched-tokens", type=int, default=PIECE)
     parser.add_argument("--idle", type=float, default=0)
     options = parser.parse_args()
     with (
@@ -67,7 +69,7 @@ def _start_both(stack: ExitStack, folder: Path, bed: Bed, options: argparse.Name
         "dtype": options.dtype,
         "enforce_eager": False,
         "max_model_len": CONTEXT,
-        "max_num_batched_tokens": PIECE,
+        "max_num_batched_tokens": options.batched_tokens,
         "num_gpu_blocks_override": NUM_BLOCKS,
     }
 
