@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ def held_to_half(host: Host | None) -> Iterator[None]:
         for left in join.read_text(encoding="ascii").split():
             (QUOTA.parent / "cgroup.procs").write_text(left, encoding="ascii")
         QUOTA.rmdir()
+
+
+def hold_too(host: Host, started: Iterable[int]) -> None:
+    """Hold processes to the same half that were not started through the host's sshd, and what they have started."""
+    join = QUOTA / "cgroup.procs"
+    for pid in started:
+        join.write_text(str(pid), encoding="ascii")
+    time.sleep(1)
+    for process in host.processes():
+        join.write_text(str(process.pid), encoding="ascii")
 
 
 def _chosen(folder: Path, bed: Bed, args: dict[str, Any]) -> int:

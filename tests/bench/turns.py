@@ -23,7 +23,7 @@ from typing import Any
 
 from cpupp.rank.agent_client import Client
 from tests.bench import by_hand
-from tests.bench.partition import held_to_half
+from tests.bench.partition import held_to_half, hold_too
 from tests.bench.serve import CONTEXT, PIECE
 from tests.e2e.runs import PORT, launched, ssh_hosts, write_cluster
 from tests.testbed.bed import Bed, HostOptions, hosts
@@ -89,6 +89,9 @@ def _start_both(stack: ExitStack, folder: Path, bed: Bed, options: argparse.Name
         commands = by_hand.commands_of(run)
         run.stop()
     processes = stack.enter_context(by_hand.started(folder / "by hand", bed, commands))
+    if options.half:
+        of_b = [process.pid for process, c in zip(processes, commands, strict=True) if c["host"] == bed[1].name]
+        hold_too(bed[1], of_b)
     by_hand.wait_for_answer(folder / "by hand", bed, processes, health=False, port=PORTS["by hand"])
     by_hand_pids = {process.pid for host in bed for process in host.processes()}
     run = stack.enter_context(launched(folder / "cpupp" / "run", bed, cluster("cpupp")))
