@@ -58,8 +58,10 @@ class MicroBatchScheduler(Scheduler):  # type: ignore[misc, unused-ignore]  # vL
         self._parts = MicroBatches(self.parallel_config.pipeline_parallel_size)
         self._held: dict[str, None] = {}
         # An item of a modality, or a block of recurrent state, must fit into one step: its size is vLLM's to choose.
+        # Where the user limits the pieces of long prompts, decodes may stand behind a prompt that is not done.
         self._chunks = (
             self.scheduler_config.enable_chunked_prefill
+            and not self.scheduler_config.long_prefill_token_threshold
             and not self.scheduler_config.is_multimodal_model
             and not self.has_mamba_layers
         )
@@ -92,13 +94,14 @@ class MicroBatchScheduler(Scheduler):  # type: ignore[misc, unused-ignore]  # vL
         return super().has_requests() and not (self._parts.in_flight and self._nothing_could_go())
 
     def _nothing_could_go(self) -> bool:
-        if self.waiting or self.kv_holding_waiting or self.connector is not None or self.ec_connector is not None:
+        if self.kv_holding_waiting or self.connector is not None or self.ec_connector is not None:
             return False
         decoding, ready, prompt_tokens = self._survey()
         return not prompt_tokens and not (ready and self._parts.decodes(decoding))
 
     def _survey(self) -> tuple[int, list[Any], int]:
-        """Number of requests beyond their prompt; those of them that are not in flight; prompt tokens that wait."""
+        """Number of requests beyond their prompt; those of them that are not in flight; prompt tokens that wait and
+        may be admitted."""
         decoding, ready, prompt_tokens = 0, [], 0
         for request in self.running:
             new = request.num_tokens - request.num_computed_tokens
@@ -108,9 +111,10 @@ class MicroBatchScheduler(Scheduler):  # type: ignore[misc, unused-ignore]  # vL
             decoding += 1
             if new == 1:
                 ready.append(request)
-        if self.waiting:  # the first stands for all: there may be thousands
+        seats = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        if self.waiting and seats > 0:  # the first stands for all: there may be thousands
             first = self.waiting.peek_request()
-            prompt_tokens += len(self.waiting) * max(1, first.num_tokens - first.num_computed_tokens)
+            prompt_tokens += min(seats, len(self.waiting)) * max(1, first.num_tokens - first.num_computed_tokens)
         return decoding, ready, prompt_tokens
 
     def _hold(self, ready: list[Any], most: int) -> list[Any]:

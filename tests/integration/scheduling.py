@@ -26,7 +26,16 @@ BLOCK = 16
 class Engine:
     """What EngineCore.step_with_batch_queue does, with tokens that depend on the request and its position alone."""
 
-    def __init__(self, folder: Path, *, stages: int = 2, blocks: int = 4096, tokens: int = 512, policy: str = "fcfs"):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stages: int = 2,
+        blocks: int = 4096,
+        tokens: int = 512,
+        policy: str = "fcfs",
+        longest: int = 0,
+    ):
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
@@ -47,6 +56,7 @@ class Engine:
                 max_model_len=4096,
                 is_encoder_decoder=False,
                 policy=policy,
+                long_prefill_token_threshold=longest,
                 scheduler_cls="cpupp.rank.scheduler.make_scheduler",
             ),
         )
@@ -201,6 +211,25 @@ def alone(rank: int, folder: str) -> list[Any]:
     engine.scheduler.schedule = schedule
     engine.run()
     return [[sum(batch.values()) for batch in engine.batches], sent]
+
+
+def full_house(rank: int, folder: str) -> list[Any]:
+    """More requests than may run at a time: empty batches while any request runs, and how many finished."""
+    engine = Engine(Path(folder))
+    for number in range(150):
+        engine.add(f"r{number}", 8, 24)
+    engine.run()
+    return [engine.batches[:-2].count({}), len(engine.finished)]
+
+
+def limited_prompts(rank: int, folder: str) -> list[Any]:
+    """Pieces of prompts limited by the user: how many steps a request waits that decodes behind a long prompt."""
+    engine = Engine(Path(folder), tokens=4096, longest=512)
+    engine.add("long", 4000, 2)
+    engine.add("d", 8, 20)
+    engine.run()
+    steps = [i for i, batch in enumerate(engine.batches) if "d" in batch]
+    return [max(b - a for a, b in pairwise(steps)), len(engine.finished)]
 
 
 def other_kinds(rank: int) -> list[str]:

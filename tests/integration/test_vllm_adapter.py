@@ -420,6 +420,15 @@ def test_no_empty_batch_and_no_old_tokens_are_sent(gang: Gang, tmp_path: Path) -
     assert sent == [0] * 6
 
 
+def test_empty_batches_do_not_follow_while_nobody_can_be_admitted(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(scheduling.full_house, str(tmp_path), ranks=1) == [[0, 150]]
+
+
+def test_prompts_in_pieces_of_the_users_own_size_leave_decodes_their_place(gang: Gang, tmp_path: Path) -> None:
+    ((most, finished),) = gang.run(scheduling.limited_prompts, str(tmp_path), ranks=1)
+    assert (most <= 3, finished) == (True, 2)
+
+
 def test_other_kinds_of_engine_keep_their_scheduler(gang: Gang) -> None:
     assert gang.run(scheduling.other_kinds, ranks=1) == [
         ["MicroBatchScheduler", "Scheduler", "AsyncScheduler", "Scheduler", "Scheduler"]
