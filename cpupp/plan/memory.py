@@ -51,9 +51,11 @@ def memory_needs(spec: ClusterSpec, grid: Grid, model: ModelFacts) -> MemoryNeed
     per_token = tuple(0 if layer in model.stateful_layers else token for layer in range(model.num_layers))
     weights = rank_weights(spec, model, grid.tensor)
     runtime = [RANK_OVERHEAD + _activations(spec, grid, model, s) for s in range(grid.pipeline)]
-    # The last stage holds its head twice, as stored and packed by oneDNN or by rank/packed_linear.py: vLLM 0.32 packs
-    # with `remove_weight=False` there, because the embedding may be the same tensor.
-    runtime[-1] += weights.head if weights is not None else 0
+    if weights is not None:
+        # Embedding and head are held twice, as stored and packed by oneDNN (rank/packed_linear.py packs the head
+        # alone): vLLM 0.32 packs with `remove_weight=False` there, because both may be the same tensor, then twice.
+        runtime[0] += weights.table
+        runtime[-1] += weights.head + (weights.table if model.tied and grid.pipeline > 1 else 0)
     return MemoryNeeds(
         weights=weights,
         context=context,

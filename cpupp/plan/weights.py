@@ -28,7 +28,7 @@ class RankWeights:
     """Bytes on one rank of a tensor group. layers: held, of each layer; read: passed through for one token, of each.
 
     first, middle, last: held beside the layers, by stages of the pipeline; single: the same where one stage is all;
-    head: read for one token by the last stage.
+    head: read for one token by the last stage; table: the embedding of tokens.
     """
 
     layers: tuple[int, ...]
@@ -38,6 +38,7 @@ class RankWeights:
     last: int
     single: int
     head: int
+    table: int
 
 
 def rank_weights(spec: ClusterSpec, model: ModelFacts, tensor: int) -> RankWeights | None:
@@ -72,6 +73,7 @@ def rank_weights(spec: ClusterSpec, model: ModelFacts, tensor: int) -> RankWeigh
         last=last + (0 if again else in_all),
         single=embedding + other + head - spare,
         head=last,
+        table=sum_of(table),
     )
 
 

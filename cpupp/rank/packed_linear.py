@@ -55,6 +55,21 @@ class PackedLinear(torch.nn.Module):
         return product.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
+class PackedTable(torch.nn.Module):
+    """For an embedding, which vLLM prepares as if it were a linear layer: packed once it serves as the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: PackedLinear | None = None
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The signature of vLLM's `cpu_linear`."""
+        if self.packed is None:
+            self.packed = PackedLinear(weight)
+        product: torch.Tensor = self.packed(x, weight, bias)
+        return product
+
+
 def is_worth_packing(weight: torch.Tensor) -> bool:
     """Whether this CPU has only the slow way for the weight, and float16 holds it."""
     return (

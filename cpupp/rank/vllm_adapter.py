@@ -24,7 +24,7 @@ from cpupp.rank import graph_ops
 from cpupp.rank.announce import append_error, append_report
 from cpupp.rank.beat import start_beat
 from cpupp.rank.communicator import Communicator
-from cpupp.rank.packed_linear import PackedLinear, is_worth_packing
+from cpupp.rank.packed_linear import PackedLinear, PackedTable, is_worth_packing
 from cpupp.rank.vllm_steps import count_steps
 
 # vLLM makes the TP group before the PP group, in every version.
@@ -232,6 +232,10 @@ def cure_plain_linear() -> None:
     a function with a closure; the plain fallback has none.
     """
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # type: ignore[import-not-found, unused-ignore]
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
 
     original = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
     if original is None or hasattr(original, "cpupp"):
@@ -245,7 +249,8 @@ def cure_plain_linear() -> None:
             return
         weight = layer.weight
         logger.info_once("cpupp: linear layers run on packed weights")
-        layer.cpu_linear = PackedLinear(weight)
+        is_table = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+        layer.cpu_linear = PackedTable() if is_table else PackedLinear(weight)
         if remove_weight:
             layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 

@@ -55,7 +55,13 @@ def in_vllm(rank: int) -> dict[str, Any]:
     from unittest.mock import patch
 
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
 
+    from cpupp.rank.packed_linear import PackedLinear
     from cpupp.rank.vllm_adapter import cure_plain_linear
 
     def prepared(weight: torch.Tensor) -> tuple[str, int, bool]:
@@ -67,6 +73,19 @@ def in_vllm(rank: int) -> dict[str, Any]:
         close = torch.allclose(method.apply(layer, x), wanted, rtol=0.02, atol=0.02)
         return type(layer.cpu_linear).__name__, layer.weight.numel(), close
 
+    def of_vocabulary(kind: type[torch.nn.Module]) -> tuple[str, int, bool]:
+        """The same for an embedding or a head: its class, its packed weights before it is used as a head."""
+        layer = torch.nn.Linear(64, 8, bias=False)
+        layer.weight = torch.nn.Parameter(torch.randn(8, 64).bfloat16(), requires_grad=False)
+        layer.__class__ = kind  # its own constructor wants tensor groups
+        method, x = UnquantizedEmbeddingMethod(), torch.randn(3, 64).bfloat16()
+        method.process_weights_after_loading(layer)
+        num_packed = sum(isinstance(module, PackedLinear) for module in layer.modules())
+        wanted = torch.nn.functional.linear(x, layer.weight)
+        close = torch.allclose(method.apply(layer, x), wanted, rtol=0.02, atol=0.02)
+        assert layer.weight.numel() == 8 * 64
+        return type(layer.cpu_linear).__name__, num_packed, close
+
     huge = torch.full((8, 64), 1e6, dtype=torch.bfloat16)
     found: dict[str, Any] = {"stock": prepared(torch.randn(8, 64).bfloat16())}
     cure_plain_linear()
@@ -74,6 +93,8 @@ def in_vllm(rank: int) -> dict[str, Any]:
     found["bfloat16"] = prepared(torch.randn(8, 64).bfloat16())
     found["float32"] = prepared(torch.randn(8, 64))
     found["beyond float16"] = prepared(huge)[:2]
+    found["head"] = of_vocabulary(ParallelLMHead)
+    found["embedding"] = of_vocabulary(VocabParallelEmbedding)
     with patch("torch.backends.cpu.get_cpu_capability", lambda: "AVX512"):
         found["AVX-512"] = prepared(torch.randn(8, 64).bfloat16())
     return found
@@ -88,4 +109,6 @@ def test_vllm_packs_where_it_has_nothing_better(gang: Gang) -> None:
     assert found["float32"][0] == "function"
     assert found["float32"][2]
     assert found["beyond float16"] == ("function", 8 * 64)
+    assert found["head"] == ("PackedLinear", 1, True)
+    assert found["embedding"] == ("PackedTable", 0, True)  # most serve as no head, and would hold memory for nothing
     assert found["AVX-512"] == ("function", 8 * 64, True)

@@ -155,8 +155,8 @@ def test_what_does_not_fit_is_refused_with_the_sum() -> None:
     spec = cluster("a", engine={"args": {"max_model_len": 8192}})
     with pytest.raises(CpuppError) as caught:
         make_plan(spec, machines("a", model=BIG))
-    parts = "weights(83.9) + KV(3.0) + runtime(3.6) + engine and links(1.0)"
-    assert str(caught.value) == f"host a: memory(64.0 GiB) < {parts} = 91.6 GiB of 1 rank: 27.6 GiB short"
+    parts = "weights(83.9) + KV(3.0) + runtime(5.6) + engine and links(1.0)"
+    assert str(caught.value) == f"host a: memory(64.0 GiB) < {parts} = 93.5 GiB of 1 rank: 29.5 GiB short"
     assert caught.value.hint.startswith("any one of these would fit: 1 more host like a (pipeline: 2); 8 bits")
 
 
@@ -169,7 +169,7 @@ def test_two_entries_of_one_machine_cannot_each_have_all_of_it() -> None:
 
 def test_a_rank_beyond_its_numa_node_is_refused() -> None:  # vllm #15800
     spec = cluster({"name": "a", "slots": 2}, tensor=2, engine={"args": {"max_model_len": 8192}})
-    facts = {"a": host("a", model=BIG, memory_total=96 * GIB, cpus=cpus(8, numa=2))}
+    facts = {"a": host("a", model=BIG, memory_total=100 * GIB, cpus=cpus(8, numa=2))}
     make_plan(spec, facts)
     small = tuple(replace(node, memory_total=40 * GIB) for node in facts["a"].numa)
     with pytest.raises(CpuppErrors, match=r"host a: NUMA node 0\(40\.0 GiB\) < weights\(42\.0\)"):
