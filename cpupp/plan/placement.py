@@ -165,7 +165,7 @@ def place(
         kv=kv,
         prediction=_predict(case, sizes),
         errors=tuple(_errors(case, layers, weights, kv)),
-        reads=rank_reads(grid, layers, case.needs.weights, case.needs.per_token, case.speeds),
+        reads=rank_reads(grid, layers, case.needs.weights, case.needs.per_token, model, case.speeds),
     )
 
 
