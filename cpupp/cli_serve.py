@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cpupp.cli_frame import guard, leave, signals
+from cpupp.errors import CpuppError
 
 if TYPE_CHECKING:
-    from cpupp.plan.bench_serve import ServeOrder
+    from cpupp.plan.bench_serve import ServeOrder, Turn
+    from cpupp.plan.roofline import RankReads
     from cpupp.render_serve import ServeReport
-    from cpupp.signals import Signals
+    from cpupp.signals import Interrupted, Signals
 
 MAX_TOKENS = 1_000_000
 MAX_SECONDS = 10_000_000
@@ -120,10 +122,10 @@ def add_to(bench: typer.Typer, folder: Callable[[], Path], environment: Mapping[
                 assert target is not None
                 number = (rounds or DEFAULT_ROUNDS) if against else None
                 tell = _tell if accept_new else None
-                report = _launched(caught, folder(), environment, target, order, client, number, tell)
+                report, failure = _launched(caught, folder(), environment, target, order, client, number, tell)
             else:
-                report = _running(caught, folder(), environment, target, file, order, client)
-            _show(report, as_json)
+                report, failure = _running(caught, folder(), environment, target, file, order, client)
+            _end(report, failure, as_json)
 
 
 def _is_file(root: Path, target: str) -> bool:
@@ -144,7 +146,8 @@ def _running(
     file: str | None,
     order: ServeOrder,
     client: str,
-) -> ServeReport:
+) -> tuple[ServeReport, CpuppError | Interrupted | None]:
+    """What was measured, and why it ended before its time."""
     from dataclasses import replace
 
     from cpupp.cli_secrets import try_secrets, use_secrets
@@ -155,11 +158,15 @@ def _running(
     from cpupp.plan.secret import has_api_key
     from cpupp.render_bench import BenchView
     from cpupp.render_serve import ServeReport
+    from cpupp.signals import Interrupted
 
     target = caught.wait(lambda: find(root, wanted, file))
     view = BenchView()
+    turns: list[Turn] = []
+    reads: list[RankReads] = []
 
-    def work() -> ServeReport:
+    def work() -> None:
+        nonlocal order
         spec = target.spec or spec_of(target.run)
         key = ""
         if has_api_key(spec):
@@ -167,16 +174,21 @@ def _running(
         else:
             try_secrets(spec, None)
         found = served(target.run, target.hosts, spec, key)
-        chosen = replace(order, client=choose_client(client, target.hosts, found.api))
-        turns = measure(target.hosts, found, chosen, view.tell)
-        rows = serve_rows(CPUPP, turns, chosen, target.recorded().places, found.reads)
-        return ServeReport(name=f"{target.run.name} {target.run.run}", order=chosen, rows={CPUPP: rows})
+        reads.extend(found.reads)
+        order = replace(order, client=choose_client(client, target.hosts, found.api))
+        for turn in measure(target.hosts, found, order, view.tell):
+            turns.append(turn)  # one after the other: what was measured before a failure counts
 
+    failure: CpuppError | Interrupted | None = None
     try:
-        return caught.wait(work)
+        caught.wait(work)
+    except (CpuppError, Interrupted) as error:
+        failure = error
     finally:
         view.close()
         target.hosts.close()
+    rows = serve_rows(CPUPP, turns, order, target.recorded().places, reads) if turns else ()
+    return ServeReport(name=f"{target.run.name} {target.run.run}", order=order, rows={CPUPP: rows}), failure
 
 
 def _launched(
@@ -188,7 +200,8 @@ def _launched(
     client: str,
     rounds: int | None,
     accept_new: Callable[[str], None] | None,
-) -> ServeReport:
+) -> tuple[ServeReport, CpuppError | Interrupted | None]:
+    """What was measured, and why it ended before its time."""
     from cpupp.cli_secrets import use_secrets
     from cpupp.launch.bench_file import FileBench
     from cpupp.launch.config import load_cluster_file
@@ -211,32 +224,50 @@ def _launched(
         accept_new=accept_new,
         tell=view.tell,
     )
+    failure: CpuppError | Interrupted | None = None
     try:
-        found = caught.wait(lambda: bench.run(rounds))
+        caught.wait(lambda: bench.run(rounds))
     except Interrupted as interrupted:
         view.tell(f"interrupted by {interrupted}: taking down what runs")
         bench.stop()
-        view.close()
-        leave(interrupted.exit_code)
-        raise
+        failure = interrupted
+    except CpuppError as error:
+        failure = error
     finally:
         view.close()
+    found = bench.found
     ours = serve_rows(CPUPP, found.turns[CPUPP], bench.order, found.places, found.reads)
     theirs = serve_rows(BY_HAND, found.turns[BY_HAND], bench.order)
-    return ServeReport(
+    report = ServeReport(
         name=spec.name,
         order=bench.order,
         rows={CPUPP: ours, BY_HAND: theirs},
         starts=found.starts,
         ratios=ratios(found.starts, ours, theirs) if rounds is not None else (),
     )
+    return report, failure
 
 
-def _show(report: ServeReport, as_json: bool) -> None:
-    from cpupp.render import page_width, print_envelope
+def _end(report: ServeReport, failure: CpuppError | Interrupted | None, as_json: bool) -> None:
+    """Show what was measured, also where it ended early: the rounds before have taken hours. Then the exit code."""
+    from cpupp.render import flat, page_width, print_envelope, print_errors
     from cpupp.render_serve import serve_data, serve_page
+    from cpupp.signals import Interrupted
 
-    if as_json:
-        print_envelope("bench serve", ok=True, data=serve_data(report))
-    else:
+    error = CpuppError("INTERRUPTED", f"interrupted by {failure}: the figures end here")
+    if isinstance(failure, CpuppError):
+        error = failure
+    found = failure is None or bool(report.all_rows())
+    if as_json and (found or isinstance(failure, Interrupted)):
+        data = serve_data(report) if found else None
+        print_envelope("bench serve", ok=failure is None, data=data, errors=flat(error) if failure else ())
+    elif found:
         serve_page(report, page_width(sys.stdout)).show(sys.stdout)
+    if isinstance(failure, Interrupted):
+        if not as_json:
+            print_errors(flat(error))
+        leave(failure.exit_code)
+    if failure is not None:
+        if as_json and found:
+            raise typer.Exit(int(error.exit_code))
+        raise failure

@@ -128,7 +128,8 @@ class FileBench:
             self._tell(f"round {number + 1}, {name}: ready after {ready:.1f} s")
             hosts = RunHosts(tuple(sessions), sessions.__getitem__)
             target = self._target(plan, hosts, run, side)
-            self.found.turns[side] += measure(hosts, target, self.order, lambda text: self._tell(f"{name}, {text}"))
+            for turn in measure(hosts, target, self.order, lambda text: self._tell(f"{name}, {text}")):
+                self.found.turns[side].append(turn)
         except CpuppError:
             cause = server.error()
             if cause is not None and not self._stopped:

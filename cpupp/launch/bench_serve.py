@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,9 +107,8 @@ def choose_client(wanted: str, hosts: Hosts, api: Api) -> str:
     return PLAIN
 
 
-def measure(hosts: Hosts, target: Served, order: ServeOrder, tell: Tell) -> list[Turn]:
+def measure(hosts: Hosts, target: Served, order: ServeOrder, tell: Tell) -> Iterator[Turn]:
     """Take all turns, one after the other. Raises CpuppError."""
-    turns = []
     for turn, concurrency in order.sequence():
         before = _steps(hosts, target.run)
         said = hosts.ask(
@@ -121,9 +120,8 @@ def measure(hosts: Hosts, target: Served, order: ServeOrder, tell: Tell) -> list
         found = read_turn(order.client, concurrency, said)
         after = _steps(hosts, target.run)
         steps = {rank: now.since(before.get(rank)) for rank, now in after.items()}
-        turns.append(replace(found, steps=steps))
         tell(f"turn {turn + 1}, concurrency {concurrency}: {found.rate:.1f} output tokens/s")
-    return turns
+        yield replace(found, steps=steps)
 
 
 def _steps(hosts: Hosts, run: str) -> Mapping[int, RankSteps]:

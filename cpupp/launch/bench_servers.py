@@ -170,11 +170,11 @@ class ByHand:
     def start(self) -> float:
         """Return when the first completion has come. `healthy_s` is set as soon as /health has answered."""
         parts, plan = self._parts, self._parts.plan
-        began = time.monotonic()
         tasks = {host: partial(self._start_on, host, session) for host, session in parts.sessions.items()}
         _, errors = run_all(tasks)
         if errors:
             raise errors[0]
+        began = time.monotonic()
         api = HeadApi(plan, parts.sessions[plan.head], parts.secrets.api_key(plan.head))
         while True:
             if (error := self.error()) is not None:

@@ -160,7 +160,7 @@ def _read_plain(concurrency: int, data: Mapping[str, Any]) -> Turn:
     firsts = [row for row in rows if row[1] is not None]
     ttft = [1e3 * (first - start) for start, first, *_ in firsts]
     tpot = [1e3 * (end - first) / (out - 1) for _, first, end, _, out in firsts if out > 1]
-    wave = firsts[:concurrency]
+    wave = firsts[:concurrency] if not data["errors"] else []  # else one of a later wave might be among them
     return Turn(
         concurrency=concurrency,
         requests=len(rows) + len(data["errors"]),

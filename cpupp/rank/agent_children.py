@@ -59,7 +59,9 @@ class Children:
             codes, left = agent_proc.kill_below(os.getpid(), spare, deadline_s)
         return codes, left, segments
 
-    def ask(self, argv: list[str], timeout_s: float, environment: dict[str, str]) -> Answer:
+    def ask(
+        self, argv: list[str], timeout_s: float, environment: dict[str, str], longest: int = LONGEST_ANSWER
+    ) -> Answer:
         """Run a program that shall answer and end. Neither it nor anything below it outlives this call or the agent.
 
         Raises OSError or ValueError when it cannot be executed.
@@ -69,7 +71,7 @@ class Children:
         with self._lock:
             self._asked.add(process)
         try:
-            return _listen(process, timeout_s)
+            return _listen(process, timeout_s, longest)
         finally:
             self._end(process)
 
@@ -90,7 +92,7 @@ class Children:
         self.kill_orphans(1.0)
 
 
-def _listen(process: subprocess.Popen[bytes], timeout_s: float) -> Answer:
+def _listen(process: subprocess.Popen[bytes], timeout_s: float, longest: int) -> Answer:
     """Read both pipes until the program has ended, the time is over, or it has said too much."""
     assert process.stdout is not None
     assert process.stderr is not None
@@ -108,7 +110,7 @@ def _listen(process: subprocess.Popen[bytes], timeout_s: float) -> Answer:
                 pipes.remove(pipe)
         if ended and not ready:  # a grandchild may hold the pipes for ever
             break
-        if max(map(len, heard.values())) > LONGEST_ANSWER:
+        if max(map(len, heard.values())) > longest:
             trouble = "printed without end"
         elif time.monotonic() > end:
             trouble = f"gave no answer within {timeout_s:g} s"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .agent_children import Children
 
 FIND_S = 30.0
+LONGEST_RESULT = 32 << 20  # some fifty bytes a request; the launcher takes lines of 64 MiB
 FIND = """
 import importlib.util, json, os
 found = importlib.util.find_spec("vllm")
@@ -80,7 +81,7 @@ class Load:
             environment = {**probe_environment(), "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", **request["env"]}
             environment.update({"OPENAI_API_KEY": key} if key else {})
         try:
-            said = self.children.ask(argv, float(request["timeout_s"]), environment)
+            said = self.children.ask(argv, float(request["timeout_s"]), environment, LONGEST_RESULT)
         except (OSError, ValueError) as error:
             raise RequestError("BENCH-CLIENT", f"{argv[0]}: {getattr(error, 'strerror', None) or error}") from None
         for line in said.output.decode("utf-8", "replace").splitlines():

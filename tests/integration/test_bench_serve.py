@@ -77,17 +77,28 @@ def test_a_file_is_launched_and_by_hand_beside_it(place: Place) -> None:  # noqa
     assert_quiet(place.bed)
 
 
-def test_ctrl_c_takes_the_server_down(place: Place) -> None:  # noqa: F811
-    argv = [sys.executable, "-m", "cpupp", "bench", "serve", str(place.cluster("cut"))]
-    argv += ["--concurrency", "1", "--waves", "1000", "--client", "plain"]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=place.env("cut")) as process:
+@pytest.mark.parametrize("turns", [0, 2])
+def test_ctrl_c_takes_the_server_down_and_shows_what_was_measured(place: Place, turns: int) -> None:  # noqa: F811
+    name = f"cut{turns}"
+    argv = [sys.executable, "-m", "cpupp", "bench", "serve", str(place.cluster(name)), "--json"]
+    argv += ["--concurrency", "1", "--waves", "4" if turns else "1000", "--turns", "1000", "--client", "plain"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(argv, **pipes, text=True, cwd=ROOT, env=place.env(name)) as process:
+        assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stderr:
-            if "ready after" in line:
+            if ("tokens/s" if turns else "ready after") in line:
                 break
         time.sleep(0.5)  # in the middle of the load
         os.kill(process.pid, signal.SIGINT)
+        envelope = json.loads(process.stdout.read())
         assert process.wait(60) == 130
+    assert (envelope["ok"], [error["code"] for error in envelope["errors"]]) == (False, ["INTERRUPTED"])
+    if turns:
+        (row,) = envelope["data"]["results"]
+        assert row["output_tokens_per_second"] > 0
+    else:
+        assert envelope["data"] is None
     assert_quiet(place.bed)
-    (result,) = Path(place.folder / "cut" / "cpupp" / "runs").glob("*/result.json")
+    (result,) = Path(place.folder / name / "cpupp" / "runs").glob("*/result.json")
     assert json.loads(result.read_text())["leftovers"] == []
