@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 from tests.e2e.runs import launched, ssh_hosts, write_cluster
 from tests.testbed.bed import HostOptions, hosts
+from tests.testbed.host import Host
 from tests.testbed.models import ROOT, LlamaShape, random_llama
 
 SHAPE = LlamaShape(layers=16, hidden=256, intermediate=512, heads=4, kv_heads=4)
@@ -34,7 +36,10 @@ def measure(folder: Path, num: int) -> None:
     """One number of stages."""
     num_cores = os.cpu_count() or 1
     with hosts(*[HostOptions(cores=[i % num_cores]) for i in range(num)]) as bed:
-        engine = {"args": {"dtype": "float32"}, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+        for host in bed:
+            _be_a_machine(host)
+        args = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_num_batched_tokens": 2048}
+        engine = {"args": args, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
         cluster = write_cluster(folder / "c.yaml", random_llama(SHAPE), ssh_hosts(bed), engine=engine)
         with launched(folder / "run", bed, cluster) as run:
             ready = run.wait_for("ready", 900)
@@ -47,6 +52,13 @@ def measure(folder: Path, num: int) -> None:
             began = time.monotonic()
             run.stop()
             print(f"stopped in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def _be_a_machine(host: Host) -> None:
+    """Give the host a boot id of its own: the plan would have all stages share this machine's memory, and refuse 16."""
+    own = host.folder / "boot_id"
+    own.write_text(f"{uuid.uuid4()}\n", encoding="ascii")
+    host.run(["mount", "--bind", str(own), "/proc/sys/kernel/random/boot_id"])
 
 
 def of_process(pid: int) -> str:
