@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -35,10 +35,10 @@ def guard(command: str, as_json: bool) -> Iterator[None]:
     except CpuppError as error:
         if debug:
             _show_trace(error)
-        _fail(command, as_json, error)
+        fail(command, as_json, error)
         raise typer.Exit(int(error.exit_code)) from None
     except Interrupted as error:
-        _fail(command, as_json, CpuppError("INTERRUPTED", f"interrupted by {error}: nothing was started"))
+        fail(command, as_json, CpuppError("INTERRUPTED", f"interrupted by {error}: nothing was started"))
         leave(error.exit_code)
     except (typer.Exit, typer.Abort):
         raise
@@ -47,15 +47,16 @@ def guard(command: str, as_json: bool) -> Iterator[None]:
             _show_trace(error)
             raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
         hint = "this is a fault in cpupp: run again as `cpupp --debug ...` and report the traceback"
-        _fail(command, as_json, CpuppError("INTERNAL", f"{type(error).__name__}: {error}", hint=hint))
+        fail(command, as_json, CpuppError("INTERNAL", f"{type(error).__name__}: {error}", hint=hint))
         raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
 
 
-def _fail(command: str, as_json: bool, error: CpuppError) -> None:
+def fail(command: str, as_json: bool, error: CpuppError, data: Any = None) -> None:
+    """Tell of an error, as text or in an envelope. data: of the envelope."""
     from cpupp.render import flat, print_envelope, print_errors
 
     if as_json:
-        print_envelope(command, ok=False, data=None, errors=flat(error))
+        print_envelope(command, ok=False, data=data, errors=flat(error))
     else:
         print_errors(flat(error))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpupp.cli_frame import guard, leave, signals
+from cpupp.cli_frame import fail, guard, leave, signals
 from cpupp.errors import CpuppError
 
 if TYPE_CHECKING:
@@ -250,24 +250,22 @@ def _launched(
 
 def _end(report: ServeReport, failure: CpuppError | Interrupted | None, as_json: bool) -> None:
     """Show what was measured, also where it ended early: the rounds before have taken hours. Then the exit code."""
-    from cpupp.render import flat, page_width, print_envelope, print_errors
+    from cpupp.render import page_width, print_envelope
     from cpupp.render_serve import serve_data, serve_page
     from cpupp.signals import Interrupted
 
-    error = CpuppError("INTERRUPTED", f"interrupted by {failure}: the figures end here")
-    if isinstance(failure, CpuppError):
-        error = failure
     found = failure is None or bool(report.all_rows())
-    if as_json and (found or isinstance(failure, Interrupted)):
-        data = serve_data(report) if found else None
-        print_envelope("bench serve", ok=failure is None, data=data, errors=flat(error) if failure else ())
-    elif found:
+    data = serve_data(report) if found and as_json else None
+    if found and not as_json:
         serve_page(report, page_width(sys.stdout)).show(sys.stdout)
     if isinstance(failure, Interrupted):
-        if not as_json:
-            print_errors(flat(error))
+        fail("bench serve", as_json, CpuppError("INTERRUPTED", f"interrupted by {failure}: the figures end here"), data)
         leave(failure.exit_code)
-    if failure is not None:
-        if as_json and found:
-            raise typer.Exit(int(error.exit_code))
+    elif failure is None:
+        if as_json:
+            print_envelope("bench serve", ok=True, data=data)
+    elif as_json and found:
+        fail("bench serve", as_json, failure, data)
+        raise typer.Exit(int(failure.exit_code))
+    else:
         raise failure
