@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 from cpupp.rank.agent_client import Client
 from tests.e2e.runs import PORT, launched, ssh_hosts, write_cluster
 from tests.testbed.bed import Bed, HostOptions, hosts
-from tests.testbed.host import Host
+from tests.testbed.host import Host, wait_for
 from tests.testbed.models import smollm2
 
 NUM_LAYERS = 30
@@ -98,9 +97,10 @@ def held_to_half(host: Host | None) -> Iterator[None]:
 def hold_too(host: Host, started: Iterable[int]) -> None:
     """Hold processes to the same half that were not started through the host's sshd, and what they have started."""
     join = QUOTA / "cgroup.procs"
-    for pid in started:
+    pids = set(started)
+    for pid in pids:
         join.write_text(str(pid), encoding="ascii")
-    time.sleep(1)
+    wait_for(lambda: pids <= {process.pid for process in host.processes()}, "the processes to enter the host")
     for process in host.processes():
         join.write_text(str(process.pid), encoding="ascii")
 
