@@ -52,6 +52,8 @@ def _summary(page: Page, plan: Plan) -> None:
         rows.append(("batches", _MICRO_BATCHES[plan.micro_batches]))
     if plan.packed_weights:
         rows.append(("weights", "packed for linear layers on CPUs without instructions for 16-bit floats"))
+    if any(rank.tiles for rank in plan.ranks):
+        rows.append(("tiles", _tiles_text(plan)))
     if plan.parallel_reason:
         rows.append(("split", plan.parallel_reason))
     if plan.layers_reason:
@@ -207,6 +209,13 @@ def _notes(page: Page, plan: Plan) -> None:
             page.prose(text, hang="? ", style="magenta")
 
 
+def _tiles_text(plan: Plan) -> str:
+    most = max(rank.tiles for rank in plan.ranks)
+    hosts = dict.fromkeys(rank.host for rank in plan.ranks if rank.tiles)
+    where = "" if len(hosts) == len(plan.hosts) else f" on {' and '.join(hosts)}"
+    return f"for short steps on AMX linear weights are held a second time{where}: at most {gib(most)} a rank"
+
+
 def plan_data(plan: Plan, commands: Sequence[RankCommand]) -> dict[str, Any]:
     """The plan as JSON values. Exact, but for values of secrets."""
     return {
@@ -295,6 +304,7 @@ def _rank_data(rank: RankPlan) -> dict[str, Any]:
         "weights_bytes": rank.weights,
         "kv_bytes": rank.kv,
         "kv_used_bytes": rank.kv_used,
+        "tiles_bytes": rank.tiles,
         "time_ms": None if rank.time_ns is None else round(rank.time_ns / 1e6, 3),
     }
 

@@ -20,7 +20,7 @@ def site_files(host: HostPlan) -> dict[str, str]:
     package = resources.files("cpupp")
     files = {f"cpupp/{name}": (package / name).read_text(encoding="utf-8") for name in _SINGLE}
     for item in (package / "rank").iterdir():
-        if item.name.endswith(".py"):
+        if item.name.endswith((".py", ".cpp")):
             files[f"cpupp/rank/{item.name}"] = item.read_text(encoding="utf-8")
     info = f"cpupp_rank-{__version__}.dist-info"
     files[f"{info}/METADATA"] = _metadata("cpupp-rank", __version__)

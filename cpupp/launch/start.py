@@ -67,6 +67,7 @@ class Start:
             no_shm=bool(host.no_shm),
             shares_cores=command.node_rank == 0 and self.plan.shares_cores,
             packed_weights=self.plan.packed_weights,
+            tiled_weights=any(rank.tiles for rank in self.plan.ranks if rank.node_rank == command.node_rank),
         )
 
 

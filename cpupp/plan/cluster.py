@@ -169,6 +169,7 @@ class EngineSpec(_Strict):
     ] = "links"
     micro_batches: Annotated[Literal["auto", "off"], _auto_or_off("micro_batches")] = "auto"
     packed_weights: Annotated[Literal["auto", "off"], _auto_or_off("packed_weights")] = "off"
+    tiled_weights: Annotated[Literal["auto", "off"], _auto_or_off("tiled_weights")] = "auto"
 
 
 class HostEngineSpec(_Strict):

@@ -33,7 +33,8 @@ class RankHandoff:
     no_shm: the plan found too little room in this host's /dev/shm, so its groups that share memory are gloo;
     num_nodes: vLLM nodes of the run, which watch each other when there are several (rank/beat.py);
     shares_cores: API server and engine have no core but those of this node's only rank;
-    packed_weights: linear layers may be packed on CPUs that need it (rank/packed_linear.py).
+    packed_weights: linear layers may be packed on CPUs that need it (rank/packed_linear.py);
+    tiled_weights: their weights may be held a second time, as AMX tiles (rank/tiled_linear.py).
     """
 
     run: str
@@ -47,6 +48,7 @@ class RankHandoff:
     num_nodes: int = 1
     shares_cores: bool = False
     packed_weights: bool = False
+    tiled_weights: bool = False
 
     def encode(self) -> str:
         """Return one line of JSON (ASCII, sorted keys), the value of `CPUPP_HANDOFF`."""

@@ -30,6 +30,7 @@ from cpupp.plan.shm_room import ShmRoom
 from cpupp.plan.speed import ASSUMED_BYTES_PER_S, ENGINE_NS, LAYER_NS, RankSpeed, hop_ns, levelled, rank_speeds
 from cpupp.plan.speed import reduce_ns as reduces_of
 from cpupp.plan.threads import CorePlan
+from cpupp.plan.tiles import can_tile, has_tiles, tile_bytes, with_room
 from cpupp.plan.weights import RankWeights, is_plain
 
 MAX_DEFAULT_KV = 4 * GIB
@@ -94,8 +95,9 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """layers: [first, last) of each stage, None when unknown; how: who chose them; weights: bytes of each rank, None
-    when no headers were read; prediction: None when no host was measured; reads: by rank, empty then; errors: what does
-    not fit, with the sums."""
+    when no headers were read; prediction: None when no host was measured; reads: by rank, empty then; tiles: bytes that
+    each rank holds beside for its decode steps, of those that do (plan/tiles.py); errors: what does not fit, with the
+    sums."""
 
     layers: Layers | None
     how: str
@@ -104,6 +106,7 @@ class Placement:
     prediction: Prediction | None
     errors: tuple[CpuppError, ...]
     reads: Mapping[int, RankReads] = field(default_factory=dict)
+    tiles: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +169,7 @@ def place(
         prediction=_predict(case, sizes),
         errors=tuple(_errors(case, layers, weights, kv)),
         reads=rank_reads(grid, layers, case.needs.weights, case.needs.per_token, model, case.speeds),
+        tiles=_tiles(case, layers, weights, kv, facts),
     )
 
 
@@ -360,6 +364,20 @@ def _allowed(case: _Case, one: tuple[int, ...], want: int) -> dict[int, int]:
 def _holds(case: _Case, kv: Mapping[int, int], weights: Mapping[int, int | None]) -> bool:
     runtime = _runtime(case)
     return not any(too_much(place, weights, kv, runtime, "") for place in case.places)
+
+
+def _tiles(
+    case: _Case, layers: Layers, weights: Mapping[int, int | None], kv: KvPlan, facts: Mapping[str, HostFacts]
+) -> dict[int, int]:
+    sizes = case.needs.weights
+    if sizes is None or not can_tile(case.spec, case.model):
+        return {}
+    copies = {
+        seat.rank: tile_bytes(sizes, layers[seat.stage], is_last=seat.stage == case.grid.pipeline - 1)
+        for seat in case.grid.seats
+        if has_tiles(facts.get(seat.host))
+    }
+    return with_room(copies, case.places, weights, kv.used, _runtime(case))
 
 
 def _runtime(case: _Case) -> dict[int, int]:

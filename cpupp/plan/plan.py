@@ -36,7 +36,8 @@ class RankPlan:
 
     cores: empty when unknown (vLLM then binds by itself); layers, weights: None when unknown; kv: what it may take,
     kv_used: what it will take (the stage with the fewest blocks decides); time_ns: of its stage for one token at batch
-    1, reads: what that step reads, both None when its host was not measured.
+    1, reads: what that step reads, both None when its host was not measured; tiles: bytes of a second copy of weights
+    (plan/tiles.py), 0 without.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankPlan:
     kv_used: int
     time_ns: int | None
     reads: RankReads | None = None
+    tiles: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +216,7 @@ def _ranks(grid: Grid, cores: CorePlan, placed: Placement) -> tuple[RankPlan, ..
             weights=placed.weights[seat.rank],
             kv=placed.kv.allowed[seat.rank],
             kv_used=placed.kv.used[seat.rank],
+            tiles=placed.tiles.get(seat.rank, 0),
             time_ns=placed.prediction.stages[seat.stage] if placed.prediction else None,
             reads=placed.reads.get(seat.rank),
         )

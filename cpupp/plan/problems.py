@@ -22,6 +22,7 @@ _HOMES = {
     "ssh": "hosts[]", "local": "hosts[]", "address": "hosts[]", "slots": "hosts[]", "cores": "hosts[]",
     "python": "engine", "args": "engine", "env": "engine", "executor": "engine", "communicator": "engine",
     "secrets": "engine", "keep_env": "engine", "micro_batches": "engine", "packed_weights": "engine",
+    "tiled_weights": "engine",
     "api_key_env": "serve",
     "interface": "network", "master_addr": "network", "master_port": "network", "backend": "network",
     "host": "serve", "port": "serve",

@@ -69,6 +69,11 @@ WORDS: dict[str, str] = {
         " as float16, several times as fast for more than one token; sums run in another order, so answers differ from"
         " stock vLLM's as those of another CPU do. off: vLLM's own way."
     ),
+    "engine.tiled_weights": (
+        "auto: where the CPU has AMX and memory has room, linear layers of a bfloat16 model hold their weights a second"
+        " time, as tiles for steps of up to 32 tokens; used where that is measured to be faster and gives the same bits"
+        " as vLLM's own way; needs a C++ compiler on the host. off: vLLM's own way."
+    ),
     "network.interface": "One interface name that every host has. auto: on each host the one that holds its address.",
     "network.master_addr": "Where rank 0 is found. auto: the head's address.",
     "network.master_port": "Port of the rendezvous. auto: a free one of the head.",

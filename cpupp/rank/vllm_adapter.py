@@ -220,16 +220,17 @@ def cure_model() -> None:
     """What a worker's model needs before it is made, also of a run of one rank, which has no communicator."""
     handoff = RankHandoff.decode(os.environ[HANDOFF_ENV])
     cure_compiled_loading(handoff)
-    if handoff.packed_weights:
-        cure_plain_linear()
+    if handoff.packed_weights or handoff.tiled_weights:
+        cure_linear(handoff)
 
 
-def cure_plain_linear() -> None:
-    """Pack the weights of linear layers for which vLLM prepares nothing on this CPU.
+def cure_linear(handoff: RankHandoff) -> None:
+    """Put our own linear layers in the place of vLLM's, where they are faster.
 
-    vLLM 0.32 asks oneDNN for a product, which has none for bfloat16 on AVX2 ("Failed to create oneDNN linear, fallback
-    to torch linear"), and then takes torch's, whose time grows with the number of tokens. What it did prepare sits in
-    a function with a closure; the plain fallback has none.
+    vLLM 0.32 asks oneDNN for a product and keeps its handler in a closure of `layer.cpu_linear`; with AMX,
+    rank/tiled_linear.py takes its place for few rows. oneDNN has no product for bfloat16 on AVX2 ("Failed to create
+    oneDNN linear, fallback to torch linear"): then vLLM takes torch's, whose time grows with the number of tokens, and
+    rank/packed_linear.py its place. What vLLM did prepare sits in a function with a closure; the fallback has none.
     """
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers.vocab_parallel_embedding import (  # type: ignore[import-not-found, unused-ignore]
@@ -243,19 +244,38 @@ def cure_plain_linear() -> None:
 
     @wraps(original)
     def cured(layer: torch.nn.Module, remove_weight: bool) -> None:
-        original(layer, remove_weight)
-        prepared = getattr(layer.cpu_linear, "__closure__", None) if hasattr(layer, "cpu_linear") else True
-        if prepared or layer.weight.is_meta or not is_worth_packing(layer.weight):
-            return
         weight = layer.weight
-        logger.info_once("cpupp: linear layers run on packed weights")
+        original(layer, remove_weight)
         is_table = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-        layer.cpu_linear = PackedTable() if is_table else PackedLinear(weight)
-        if remove_weight:
-            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        prepared = getattr(layer, "cpu_linear", None)
+        cells = getattr(prepared, "__closure__", None)
+        if prepared is None or weight.is_meta:
+            return
+        if cells:
+            if handoff.tiled_weights:
+                _tile(layer, weight, cells, is_table=is_table)
+        elif handoff.packed_weights and is_worth_packing(weight):
+            logger.info_once("cpupp: linear layers run on packed weights")
+            layer.cpu_linear = PackedTable() if is_table else PackedLinear(weight)
+            if remove_weight:
+                layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     cured.cpupp = True  # type: ignore[attr-defined]  # marks the function as patched
     utils.dispatch_cpu_unquantized_gemm = cured
+
+
+def _tile(layer: torch.nn.Module, weight: torch.Tensor, cells: tuple[Any, ...], *, is_table: bool) -> None:
+    handler = next((c.cell_contents for c in cells if hasattr(c.cell_contents, "handler_tensor")), None)
+    if handler is None:  # not oneDNN's
+        return
+    from cpupp.rank.tiled_linear import TiledLinear, TiledTable, can_be_tiled
+
+    try:
+        if can_be_tiled(weight, getattr(layer, "bias", None), handler):
+            layer.cpu_linear = TiledTable(handler) if is_table else TiledLinear(weight, handler)
+            logger.info_once("cpupp: linear layers of up to 32 rows run on AMX tiles where that is faster")
+    except (RuntimeError, AttributeError) as error:  # no compiler, no tiles, or another vLLM
+        logger.warning_once("cpupp: linear layers are vLLM's own: %s", error)
 
 
 def cure_compiled_loading(handoff: RankHandoff) -> None:
@@ -294,18 +314,19 @@ def cure_compiled_loading(handoff: RankHandoff) -> None:
     def cured_factors(*args: Any, **kwargs: Any) -> list[str]:
         nonlocal keyed
         keyed = True
-        return [*factors(*args, **kwargs), compiled_for(packed=handoff.packed_weights)]
+        return [*factors(*args, **kwargs), compiled_for(handoff)]
 
     cured_load.cpupp = True  # type: ignore[attr-defined]  # marks the function as patched
     torch.compiler.load_compiled_function = cured_load
     caching.aot_compile_hash_factors = cured_factors
 
 
-def compiled_for(*, packed: bool) -> str:
+def compiled_for(handoff: RankHandoff) -> str:
     """What code compiled here depends on, beyond the model and the versions: instructions, threads, the compiler's
-    environment, and whether weights may be packed.
+    environment, and whether weights may be packed or tiled.
     """
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     lines = {line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(("flags", "Features"))}
     settings = {n: v for n, v in os.environ.items() if n.startswith(COMPILER_ENV) and n != "TORCHINDUCTOR_CACHE_DIR"}
-    return f"{sorted(lines)} {torch.get_num_threads()} {sorted(settings.items())} packed={packed}"
+    ways = f"packed={handoff.packed_weights} tiled={handoff.tiled_weights}"
+    return f"{sorted(lines)} {torch.get_num_threads()} {sorted(settings.items())} {ways}"

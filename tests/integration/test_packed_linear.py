@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cpupp.plan.handoff import RankHandoff
 from tests.integration.gang import Gang
 
 SHAPES = [(1, 64), (5, 64), (2, 3, 64), (0, 64)]
@@ -18,6 +19,13 @@ SHAPES = [(1, 64), (5, 64), (2, 3, 64), (0, 64)]
 def gang() -> Iterator[Gang]:
     with Gang([1]) as ranks:
         yield ranks
+
+
+def handoff(**ways: bool) -> RankHandoff:
+    """What a rank is told of its linear layers."""
+    return RankHandoff(
+        run="r", attempt=1, node_rank=0, mode="links", backend="auto", reports="", host="a", no_shm=False, **ways
+    )
 
 
 def against_torch(rank: int, threads: int, dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -62,7 +70,7 @@ def in_vllm(rank: int) -> dict[str, Any]:
     )
 
     from cpupp.rank.packed_linear import PackedLinear
-    from cpupp.rank.vllm_adapter import cure_plain_linear
+    from cpupp.rank.vllm_adapter import cure_linear
 
     def prepared(weight: torch.Tensor) -> tuple[str, int, bool]:
         layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -88,8 +96,9 @@ def in_vllm(rank: int) -> dict[str, Any]:
 
     huge = torch.full((8, 64), 1e6, dtype=torch.bfloat16)
     found: dict[str, Any] = {"stock": prepared(torch.randn(8, 64).bfloat16())}
-    cure_plain_linear()
-    cure_plain_linear()
+    told = handoff(packed_weights=True)
+    cure_linear(told)
+    cure_linear(told)
     found["bfloat16"] = prepared(torch.randn(8, 64).bfloat16())
     found["float32"] = prepared(torch.randn(8, 64))
     found["beyond float16"] = prepared(huge)[:2]

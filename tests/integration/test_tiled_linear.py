@@ -1,0 +1,179 @@
+"""Linear layers on AMX tiles against vLLM's own, in one process with torch and vLLM; on a CPU with AMX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from cpupp.plan.tiles import NEEDED_ISA
+from cpupp.rank.agent_probe import isa_flags
+from tests.integration.gang import Gang
+from tests.integration.test_packed_linear import handoff
+
+ROWS = (1, 2, 3, 8, 15, 16, 17, 31, 32)
+
+needs_amx = pytest.mark.skipif(not set(isa_flags()) >= NEEDED_ISA, reason="this CPU has no AMX")
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    with Gang([1]) as ranks:
+        yield ranks
+
+
+def of_handler(n: int, k: int) -> tuple[torch.Tensor, Any]:
+    """A weight, and vLLM's handler of it."""
+    import vllm._custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    weight = torch.randn(n, k).bfloat16()
+    return weight, ops.create_onednn_mm(weight.t(), 32)
+
+
+def products(rank: int, threads: int) -> dict[str, Any]:
+    """Whether each number of rows gives oneDNN's bits, with and without bias, and what other inputs give."""
+    from cpupp.rank import tiled_linear
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found: dict[str, Any] = {"rows": []}
+    for n, k in ((96, 64), (1088, 576), (32, 1536)):
+        weight, handler = of_handler(n, k)
+        assert tiled_linear.can_be_tiled(weight, None, handler)
+        layer = tiled_linear.TiledLinear(weight, handler)
+        tiled_linear._chosen[n, k] = [True] * 33
+        for rows in ROWS:
+            x, bias = torch.randn(rows, k).bfloat16(), torch.randn(n).bfloat16()
+            stock = [tiled_linear._stock(x, layer.handler, added, n) for added in (None, bias)]
+            own = [layer(x, weight, added) for added in (None, bias)]
+            found["rows"].append(all(map(torch.equal, own, stock)))
+        columns = torch.randn(k, 4).bfloat16().t()
+        found["rows"].append(torch.equal(layer(columns, weight), layer(columns.contiguous(), weight)))
+        found[f"{n} shapes"] = [list(layer(torch.randn(*s, k).bfloat16(), weight).shape) for s in ((2, 3), (0,), (33,))]
+    weight, handler = of_handler(40, 64)
+    found["ragged"] = tiled_linear.can_be_tiled(weight, None, handler)
+    found["wide bias"] = tiled_linear.can_be_tiled(of_handler(96, 64)[0], torch.randn(96), handler)
+    torch.set_num_threads(before)
+    return found
+
+
+@needs_amx
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_products_are_those_of_vllm_bit_by_bit(gang: Gang, threads: int) -> None:
+    (found,) = gang.run(products, threads)
+    assert all(found["rows"])
+    for n in (96, 1088, 32):
+        assert found[f"{n} shapes"] == [[2, 3, n], [0, n], [33, n]]
+    assert not found["ragged"]
+    assert not found["wide bias"]
+
+
+def unequal(rank: int) -> tuple[bool, bool]:
+    """Whether a shape is tiled when one weight differs in its packed form, and the same for another shape after it."""
+    from cpupp.rank import tiled_linear
+
+    def spoiled(weight: torch.Tensor) -> torch.Tensor:
+        return pack(weight + torch.eye(*weight.shape).bfloat16())
+
+    pack = tiled_linear.pack
+    with patch.object(tiled_linear, "pack", spoiled):
+        first = tiled_linear.can_be_tiled(*before(of_handler(160, 64)))
+    return first, tiled_linear.can_be_tiled(*before(of_handler(192, 64)))
+
+
+def before(pair: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, None, Any]:
+    """The arguments of can_be_tiled, without a bias."""
+    return pair[0], None, pair[1]
+
+
+@needs_amx
+def test_other_bits_keep_vllms_own_way(gang: Gang) -> None:
+    assert gang.run(unequal) == [(False, True)]
+
+
+def slower(rank: int) -> tuple[list[bool], int]:
+    """The choice by rows where tiles lose, and how many calls of theirs a product of few rows makes then."""
+    from cpupp.rank import tiled_linear
+
+    weight, handler = of_handler(224, 64)
+    layer = tiled_linear.TiledLinear(weight, handler)
+    own, calls = tiled_linear._own, []
+
+    def slow(*args: Any) -> torch.Tensor:
+        calls.append(args)
+        for _ in range(200):
+            own(*args)
+        return own(*args)
+
+    with patch.object(tiled_linear, "_own", slow):
+        layer(torch.randn(1, 64).bfloat16(), weight)
+        calls.clear()
+        layer(torch.randn(1, 64).bfloat16(), weight)
+    return tiled_linear._chosen[224, 64], len(calls)
+
+
+@needs_amx
+def test_where_tiles_are_slower_vllms_own_way_stays(gang: Gang) -> None:
+    assert gang.run(slower) == [([False] * 33, 0)]
+
+
+def in_vllm(rank: int) -> dict[str, tuple[str, bool]]:
+    """What vLLM's linear method makes of a large layer after the cure: its class, and whether products are right."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from cpupp.rank.vllm_adapter import cure_linear
+
+    of_handler(96, 64)
+
+    def prepared(n: int, dtype: torch.dtype) -> tuple[str, bool]:
+        layer = torch.nn.Linear(576, n, bias=False)
+        layer.weight = torch.nn.Parameter(torch.randn(n, 576).to(dtype), requires_grad=False)
+        method, x = UnquantizedLinearMethod(), torch.randn(3, 576).to(dtype)
+        wanted = torch.nn.functional.linear(x, layer.weight)
+        method.process_weights_after_loading(layer)
+        return type(layer.cpu_linear).__name__, torch.allclose(method.apply(layer, x), wanted, rtol=0.02, atol=0.02)
+
+    cure_linear(handoff(tiled_weights=True))
+    return {
+        "large": prepared(3072, torch.bfloat16),
+        "small": prepared(64, torch.bfloat16),
+        "float32": prepared(3072, torch.float32),
+    }
+
+
+@needs_amx
+def test_vllm_gets_tiles_where_it_would_ask_onednn(gang: Gang) -> None:
+    (found,) = gang.run(in_vllm)
+    assert found == {"large": ("TiledLinear", True), "small": ("function", True), "float32": ("function", True)}
+
+
+def without(rank: int, folder: str) -> tuple[str, str]:
+    """What is said where no compiler is, and where it fails."""
+    from cpupp.rank import tiled_linear
+
+    said = []
+    failing = Path(folder) / "g++"
+    failing.write_text("#!/bin/sh\necho no tiles here >&2\nexit 1\n")
+    failing.chmod(0o755)
+    for path in (f"{folder}/nothing", folder):
+        with patch.dict(os.environ, {"PATH": path, "XDG_CACHE_HOME": folder, "CXX": ""}):
+            tiled_linear.library.cache_clear()
+            try:
+                tiled_linear.library()
+            except RuntimeError as error:
+                said.append(str(error))
+    tiled_linear.library.cache_clear()
+    return said[0], said[1]
+
+
+def test_no_tiles_without_a_compiler(gang: Gang, tmp_path: Path) -> None:
+    ((nothing, failed),) = gang.run(without, str(tmp_path))
+    assert "no C++ compiler" in nothing
+    assert "no tiles here" in failed
