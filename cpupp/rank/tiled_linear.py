@@ -2,7 +2,7 @@
 
 vLLM gives such layers to oneDNN, whose product of few rows uses tiles too but reads the weight at half of what a core
 can read (figures: docs/benchmarks.md). `tiles.cpp` asks for the weight ahead of its use. It is compiled on the host,
-with the compiler that torch.compile needs as well, and kept in the user's cache. The weight is held a second time for
+with the compiler that torch.compile needs as well, and kept in vLLM's cache. The weight is held a second time for
 it: larger batches stay oneDNN's.
 
 Nothing is taken on trust: a weight goes to tiles only if the products of both are equal bit by bit for its shape on
@@ -127,13 +127,14 @@ def library() -> ctypes.CDLL:
 
 
 def _compiled() -> Path:
-    """The shared library in the user's cache, compiled if it is not there. Raises OSError, SubprocessError."""
+    """The shared library in vLLM's cache, where compiled models lie too. Raises OSError, SubprocessError."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
     if compiler is None:
         raise OSError("no C++ compiler (g++)")
     source = SOURCE.read_bytes()
     key = hashlib.sha256(source + repr((FLAGS, os.path.realpath(compiler))).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpupp"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
+    folder = Path(os.environ.get("VLLM_CACHE_ROOT") or cache) / "cpupp"
     path = folder / f"tiles-{key}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

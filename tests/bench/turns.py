@@ -33,6 +33,8 @@ from tests.testbed.models import smollm2
 PORTS = {"cpupp": PORT, "by hand": PORT + 1}
 NUM_BLOCKS = 96
 """Of the KV cache, 128 tokens each: enough for every order, and little enough for two servers."""
+SPIN_S = 1.5
+"""By hand's workers spin for a second after their last message, on the core where cpupp is asked next."""
 Row = tuple[float, float, float]
 
 
@@ -122,6 +124,7 @@ def _compare(address: str, concurrency: int, options: argparse.Namespace) -> Non
     found: dict[str, list[Row]] = {name: [] for name in PORTS}
     for turn in range(-1, options.turns):  # the first one is for warming up
         for name in sorted(PORTS, reverse=turn % 2 == 0):
+            time.sleep(SPIN_S)
             row = _asked(address, PORTS[name], concurrency, turn, options)
             if turn >= 0:
                 found[name].append(row)

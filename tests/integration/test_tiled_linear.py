@@ -163,7 +163,7 @@ def without(rank: int, folder: str) -> tuple[str, str]:
     failing.write_text("#!/bin/sh\necho no tiles here >&2\nexit 1\n")
     failing.chmod(0o755)
     for path in (f"{folder}/nothing", folder):
-        with patch.dict(os.environ, {"PATH": path, "XDG_CACHE_HOME": folder, "CXX": ""}):
+        with patch.dict(os.environ, {"PATH": path, "VLLM_CACHE_ROOT": folder, "CXX": ""}):
             tiled_linear.library.cache_clear()
             try:
                 tiled_linear.library()
