@@ -112,10 +112,12 @@ def slower(rank: int) -> tuple[list[bool], int]:
             own(*args)
         return own(*args)
 
+    x, state = torch.randn(1, 64).bfloat16(), torch.random.get_rng_state()
     with patch.object(tiled_linear, "_own", slow):
-        layer(torch.randn(1, 64).bfloat16(), weight)
+        layer(x, weight)
         calls.clear()
-        layer(torch.randn(1, 64).bfloat16(), weight)
+        layer(x, weight)
+    assert torch.equal(torch.random.get_rng_state(), state), "vLLM samples by torch's generator"
     return tiled_linear._chosen[224, 64], len(calls)
 
 
