@@ -30,7 +30,7 @@ def concurrency_of(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     numbers = tuple(int(word) for word in words if word.isdecimal())
     if len(numbers) != len(words) or not all(0 < number <= 4096 for number in numbers):
-        raise typer.BadParameter(f"{text!r} is no list of numbers from 1 to 4096, such as 1,8,32")
+        raise typer.BadParameter(f"--concurrency: {text!r} is no list of numbers from 1 to 4096, such as 1,8,32")
     return tuple(dict.fromkeys(numbers))
 
 

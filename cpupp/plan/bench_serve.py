@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -18,6 +19,8 @@ CLIENTS = (PLAIN, VLLM)
 CPUPP, BY_HAND = "cpupp", "by_hand"
 LEAST_REQUESTS = 4
 SHARES = (0.5, 0.9, 0.99)
+_GONE = re.compile(r"^(IncompleteRead|Connection\w*|RemoteDisconnected|ServerDisconnected\w*|BrokenPipe\w*)\b")
+"""What clients say of an API that stopped in the middle."""
 SMALLEST_VOCABULARY = 256
 """Taken where the model's is unknown: every prompt is random all the same."""
 
@@ -150,9 +153,17 @@ def read_turn(client: str, concurrency: int, data: Any) -> Turn:
         raise CpuppError("BENCH-CLIENT", message, exit_code=ExitCode.RANK_FAILED) from None
     if turn.requests == turn.failed:
         words = next((str(error) for error in data.get("errors") or () if error), "no request was answered")
-        hint = "the API's log may say more; prompt and output together must fit engine.args.max_model_len"
-        raise CpuppError("BENCH-REQUEST", words.strip()[-1000:], hint=hint, exit_code=ExitCode.RANK_FAILED)
+        raise _unanswered(words.strip()[-1000:])
     return turn
+
+
+def _unanswered(words: str) -> CpuppError:
+    if _GONE.search(words):
+        message, hint = f"the API went away: {words}", "`cpupp status` says what became of the run"
+    else:
+        message = words
+        hint = "the API's log may say more; prompt and output together must fit engine.args.max_model_len"
+    return CpuppError("BENCH-REQUEST", message, hint=hint, exit_code=ExitCode.RANK_FAILED)
 
 
 def _read_plain(concurrency: int, data: Mapping[str, Any]) -> Turn:

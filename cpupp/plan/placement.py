@@ -377,7 +377,10 @@ def _tiles(
         for seat in case.grid.seats
         if has_tiles(facts.get(seat.host))
     }
-    return with_room(copies, case.places, weights, kv.used, _runtime(case))
+    free = {seat.host: facts[seat.host].memory_available for seat in case.grid.seats if seat.host in facts}
+    allowed = with_room(copies, case.places, weights, kv.used, _runtime(case), free)
+    without = {seat.node_rank for seat in case.grid.seats if seat.rank not in allowed}  # a vLLM node is told once
+    return {seat.rank: allowed[seat.rank] for seat in case.grid.seats if seat.node_rank not in without}
 
 
 def _runtime(case: _Case) -> dict[int, int]:

@@ -139,7 +139,7 @@ def choose(runs: Sequence[Run], wanted: str | None) -> Run:
     last two list what there is.
     """
     if not runs and wanted is None:
-        raise _error("RUN-NONE", "no run is recorded here", "give the cluster file: then its hosts are asked")
+        raise _error("RUN-NONE", "no run is recorded here", "with --file FILE the hosts of a cluster file are asked")
     newest = sorted(runs, key=lambda run: run.started, reverse=True)
     if wanted is None:
         live = [run for run in newest if run.live]
@@ -156,7 +156,7 @@ def choose(runs: Sequence[Run], wanted: str | None) -> Run:
         return _only(begun, f"several runs begin with {wanted!r}")
     known = f"known are\n{listed(newest)}" if newest else "none is"
     message = f"no run {wanted!r} is recorded here; {known}"
-    raise _error("RUN-UNKNOWN", message, "with --file FILE, or the file instead of the run, the hosts are asked")
+    raise _error("RUN-UNKNOWN", message, "with --file FILE the hosts of a cluster file are asked")
 
 
 def _only(runs: Sequence[Run], what: str) -> Run:

@@ -39,12 +39,16 @@ def with_room(
     weights: Mapping[int, int | None],
     kv: Mapping[int, int],
     runtime: Mapping[int, int],
+    free: Mapping[str, int],
 ) -> dict[int, int]:
-    """Those of `copies` (bytes by rank) for which there is memory wherever the rank is. Others: bytes of each rank."""
+    """Those of `copies` (bytes by rank) for which there is memory wherever the rank is. Others: bytes of each rank.
+
+    free: bytes by host that nobody uses now.
+    """
     allowed = dict(copies)
     for place in places:
         need = place.taken + sum((weights[r] or 0) + kv[r] + runtime[r] + copies.get(r, 0) for r in place.ranks)
-        if need > FULL * place.limit:
+        if need > FULL * min(place.limit, *(free[host] for host in place.hosts)):
             allowed = {rank: size for rank, size in allowed.items() if rank not in place.ranks}
     known = {rank for place in places for rank in place.ranks}
     return {rank: size for rank, size in allowed.items() if rank in known}

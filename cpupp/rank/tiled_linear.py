@@ -46,7 +46,7 @@ _LIBRARY = torch.library.Library("cpupp_tiles", "DEF")
 _LIBRARY.define("linear(Tensor input, Tensor tiles, Tensor handler, Tensor? bias, int out_features) -> Tensor")
 
 Shape = tuple[int, int]
-_weights: dict[Shape, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+_weights: dict[Shape, list[tuple[torch.Tensor, Any]]] = {}
 _chosen: dict[Shape, list[bool]] = {}
 _equal: dict[Shape, bool] = {}
 
@@ -61,7 +61,7 @@ class TiledLinear(torch.nn.Module):
         self.register_buffer("tiles", pack(weight), persistent=False)
         self.register_buffer("handler", handler.handler_tensor, persistent=False)
         shape = (self.out_features, self.in_features)
-        _weights.setdefault(shape, []).append((self.tiles, self.handler))
+        _weights.setdefault(shape, []).append((self.tiles, handler))
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The signature of vLLM's `cpu_linear`; `weight` is what is left of the layer's own and is not read."""
@@ -105,38 +105,57 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     """[N, K] -> the same numbers in the order of tiles.cpp, one dimension."""
     n, k = weight.shape
     tiles = torch.empty(n * k, dtype=torch.bfloat16)
-    assert tiles.data_ptr() % 64 == 0, "torch aligns tensors to 64 bytes"
+    if tiles.data_ptr() % 64:
+        raise RuntimeError("this torch does not align tensors to 64 bytes")
     library().cpupp_pack(weight.contiguous().data_ptr(), tiles.data_ptr(), n, k)
     return tiles
 
 
-@cache
 def library() -> ctypes.CDLL:
     """tiles.cpp, compiled and loaded. Raises RuntimeError that says why there is none."""
+    found = _library()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The library, or why there is none: found out once, not for each layer."""
     try:
-        found = ctypes.CDLL(str(_compiled()))
+        found = _loaded()
     except (OSError, subprocess.SubprocessError) as error:
-        raise RuntimeError(f"cannot compile or load {SOURCE.name}: {error}") from error
+        return f"cannot compile or load {SOURCE.name}: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_long
     found.cpupp_pack.argtypes = (pointer, pointer, number, number)
     found.cpupp_linear.argtypes = (pointer, pointer, pointer, pointer, number, number, number)
     found.cpupp_pack.restype = found.cpupp_linear.restype = None
     if found.cpupp_permit_tiles() != 0:
-        raise RuntimeError("the kernel does not let this process use AMX tiles")
+        return "the kernel does not let this process use AMX tiles"
     return found
+
+
+def _loaded() -> ctypes.CDLL:
+    """Raises OSError, SubprocessError."""
+    path = _compiled()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # cut short, or of a machine with another libc that has the same home
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_compiled()))
 
 
 def _compiled() -> Path:
     """The shared library in vLLM's cache, where compiled models lie too. Raises OSError, SubprocessError."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
-    if compiler is None:
-        raise OSError("no C++ compiler (g++)")
     source = SOURCE.read_bytes()
-    key = hashlib.sha256(source + repr((FLAGS, os.path.realpath(compiler))).encode()).hexdigest()[:16]
+    key = hashlib.sha256(source + repr(FLAGS).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
     folder = Path(os.environ.get("VLLM_CACHE_ROOT") or cache) / "cpupp"
     path = folder / f"tiles-{key}.so"
     if not path.exists():
+        compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++"))), None)
+        if compiler is None:
+            raise OSError("no C++ compiler (g++)")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "tiles.so"
@@ -164,6 +183,7 @@ def _own(x: torch.Tensor, tiles: torch.Tensor, bias: torch.Tensor | None, n: int
     x = x.contiguous()
     k = x.shape[-1]
     product = x.new_empty((*x.shape[:-1], n))
+    bias = None if bias is None else bias.contiguous()
     added = bias.data_ptr() if bias is not None else None
     library().cpupp_linear(x.data_ptr(), tiles.data_ptr(), added, product.data_ptr(), x.numel() // k, n, k)
     return product
@@ -180,7 +200,8 @@ def _choose(shape: Shape) -> list[bool]:
     """Whether tiles are the faster way, by number of rows, 0 to MOST_ROWS. Measured when the shape is used first: all
     weights are loaded then."""
     n, k = shape
-    weights = _weights[shape][: max(1, TIMED_BYTES // (2 * n * k))]
+    known = _weights.pop(shape)
+    weights = [(tiles, handler.handler_tensor) for tiles, handler in known[: max(1, TIMED_BYTES // (2 * n * k))]]
     choice = [False]
     dice = torch.Generator().manual_seed(0)  # torch's own must stay as it is: vLLM samples by it
     for rows in TIMED_ROWS:
@@ -207,7 +228,8 @@ def _linear(
     choice = _chosen.get(shape)
     if choice is None:
         choice = _chosen[shape] = _choose(shape)
-    if 0 < rows <= MOST_ROWS and choice[rows]:
+    ours = x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
+    if ours and 0 < rows <= MOST_ROWS and choice[rows]:
         return _own(x, tiles, bias, out_features)
     return _stock(x, handler, bias, out_features)
 

@@ -29,6 +29,7 @@ from cpupp.rank.vllm_steps import count_steps
 
 # vLLM makes the TP group before the PP group, in every version.
 _tensor_group: Communicator | None = None
+_tiled_shapes: set[tuple[int, ...]] = set()
 COMPILER_ENV = ("ATEN_CPU_CAPABILITY", "TORCHINDUCTOR_", "TORCH_COMPILE_", "CXX", "CC", "CFLAGS", "CXXFLAGS")
 logger = init_logger("vllm.cpupp")
 
@@ -273,6 +274,7 @@ def _tile(layer: torch.nn.Module, weight: torch.Tensor, cells: tuple[Any, ...], 
     try:
         if can_be_tiled(weight, getattr(layer, "bias", None), handler):
             layer.cpu_linear = TiledTable(handler) if is_table else TiledLinear(weight, handler)
+            _tiled_shapes.add(tuple(weight.shape))
             logger.info_once("cpupp: linear layers of up to 32 rows run on AMX tiles where that is faster")
     except (RuntimeError, AttributeError) as error:  # no compiler, no tiles, or another vLLM
         logger.warning_once("cpupp: linear layers are vLLM's own: %s", error)
@@ -323,10 +325,12 @@ def cure_compiled_loading(handoff: RankHandoff) -> None:
 
 def compiled_for(handoff: RankHandoff) -> str:
     """What code compiled here depends on, beyond the model and the versions: instructions, threads, the compiler's
-    environment, and whether weights may be packed or tiled.
+    environment, whether weights may be packed or tiled, and which are tiled.
+
+    vLLM makes its key at the first step, when all weights are loaded.
     """
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     lines = {line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(("flags", "Features"))}
     settings = {n: v for n, v in os.environ.items() if n.startswith(COMPILER_ENV) and n != "TORCHINDUCTOR_CACHE_DIR"}
-    ways = f"packed={handoff.packed_weights} tiled={handoff.tiled_weights}"
+    ways = f"packed={handoff.packed_weights} tiled={handoff.tiled_weights} {sorted(_tiled_shapes)}"
     return f"{sorted(lines)} {torch.get_num_threads()} {sorted(settings.items())} {ways}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,12 +167,12 @@ def without(rank: int, folder: str) -> tuple[str, str]:
     failing.chmod(0o755)
     for path in (f"{folder}/nothing", folder):
         with patch.dict(os.environ, {"PATH": path, "VLLM_CACHE_ROOT": folder, "CXX": ""}):
-            tiled_linear.library.cache_clear()
+            tiled_linear._library.cache_clear()
             try:
                 tiled_linear.library()
             except RuntimeError as error:
                 said.append(str(error))
-    tiled_linear.library.cache_clear()
+    tiled_linear._library.cache_clear()
     return said[0], said[1]
 
 
@@ -179,3 +180,41 @@ def test_no_tiles_without_a_compiler(gang: Gang, tmp_path: Path) -> None:
     ((nothing, failed),) = gang.run(without, str(tmp_path))
     assert "no C++ compiler" in nothing
     assert "no tiles here" in failed
+
+
+def damaged(rank: int, folder: str) -> tuple[int, bool]:
+    """Compilations when the kept library is cut short, and whether the next call compiles again."""
+    from cpupp.rank import tiled_linear
+
+    runs = []
+    run = subprocess.run
+
+    def counted(*args: Any, **options: Any) -> Any:
+        runs.append(args)
+        return run(*args, **options)
+
+    with patch.dict(os.environ, {"VLLM_CACHE_ROOT": folder}), patch.object(subprocess, "run", counted):
+        tiled_linear._compiled().write_bytes(b"")
+        loaded = tiled_linear._loaded()
+        tiled_linear._loaded()
+        return len(runs), hasattr(loaded, "cpupp_linear")
+
+
+@needs_amx
+def test_a_library_that_was_cut_short_is_compiled_again(gang: Gang, tmp_path: Path) -> None:
+    assert gang.run(damaged, str(tmp_path)) == [(2, True)]
+
+
+def keys(rank: int) -> tuple[bool, bool]:
+    """Whether the key of compiled code changes with what may be tiled, and with what was."""
+    from cpupp.rank import vllm_adapter
+
+    allowed = handoff(tiled_weights=True)
+    before = vllm_adapter.compiled_for(allowed)
+    with patch.object(vllm_adapter, "_tiled_shapes", {(96, 64)}):
+        after = vllm_adapter.compiled_for(allowed)
+    return vllm_adapter.compiled_for(handoff()) != before, after != before
+
+
+def test_compiled_code_belongs_to_the_weights_that_are_tiled(gang: Gang) -> None:
+    assert gang.run(keys) == [(True, True)]

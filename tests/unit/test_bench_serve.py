@@ -148,6 +148,15 @@ def test_what_is_no_answer_is_an_error_with_the_apis_words(client: str, data: An
     assert code != "BENCH-REQUEST" or "too long" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    "words", ["IncompleteRead: IncompleteRead(0 bytes read)", "ConnectionResetError: [Errno 104] x"]
+)
+def test_an_api_that_stopped_is_no_matter_of_lengths(words: str) -> None:
+    with pytest.raises(CpuppError, match="the API went away: ") as caught:
+        read_turn("plain", 1, {"seconds": 1.0, "rows": [], "errors": [words]})
+    assert "cpupp status" in (caught.value.hint or "")
+
+
 def test_token_counts_stand_at_the_end_of_an_answer() -> None:
     counts = {"prompt_tokens": 3, "completion_tokens": 2}
     events = [json.dumps({"usage": None}), json.dumps({"usage": {**counts, "total_tokens": 5}}), "[DONE]"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,18 @@ from cpupp.plan.plan import Plan, make_plan
 from cpupp.plan.tiles import NEEDED_ISA
 from cpupp.plan.weights import rank_weights
 from cpupp.render_plan import plan_data, plan_page
-from tests.unit.factory import GIB, LLAMA_TINY, SMOLLM2, cluster, host, machines, model_folder, one_machine
+from tests.unit.factory import (
+    GIB,
+    LLAMA_TINY,
+    SMOLLM2,
+    cluster,
+    cpus,
+    host,
+    machines,
+    model_folder,
+    numa_node,
+    one_machine,
+)
 
 AMX = tuple(sorted({"avx2", "avx512f", *NEEDED_ISA}))
 
@@ -65,6 +77,25 @@ def test_each_host_by_its_own_cpu_and_memory() -> None:
     plan = make_plan(cluster(*facts, pipeline=3, layers=[2, 3, 3]), facts)
     assert tiles(plan) == [2 * GIB, 0, 0]
     assert "held a second time on a: at most 2 GiB a rank" in plan_page(plan, ()).text()
+
+
+def test_memory_that_others_use_is_not_filled_with_copies() -> None:
+    folder = model_folder(layer=GIB)
+    busy = machines("a", "b", isa=AMX, model=folder)
+    busy["b"] = host("b", 2, isa=AMX, model=folder, memory_available=10 * GIB)
+    assert [size > 0 for size in tiles(planned(busy))] == [True, False]
+
+
+def test_a_vllm_node_tiles_all_its_ranks_or_none() -> None:
+    folder = model_folder(layer=GIB)
+    facts = {"a": host("a", 1, isa=AMX, model=folder, numa=(numa_node(0, 12), numa_node(1, 128)), cpus=cpus(4, numa=2))}
+
+    def of(first: int) -> list[bool]:
+        facts["a"] = replace(facts["a"], numa=(numa_node(0, first), numa_node(1, 128)))
+        return [size > 0 for size in tiles(make_plan(cluster({"name": "a", "slots": 2}, tensor=2), facts))]
+
+    assert of(128) == [True, True]
+    assert of(8) == [False, False]
 
 
 def test_hosts_of_one_machine_share_its_room() -> None:
