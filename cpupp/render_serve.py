@@ -53,30 +53,32 @@ def serve_page(report: ServeReport, width: int = WIDTH) -> Page:
 
 def _table(page: Page, report: ServeReport) -> None:
     several = len([side for side in report.rows if report.rows[side]]) > 1
-    cells = []
+    cells, times = [], []
     for row in report.all_rows():
         far = f"{row.rate / row.roofline:.0%}" if row.roofline else ""
+        which = (_SIDES[row.side] if several else "", str(row.concurrency))
+        times.append((*which, *_three(row.ttft), *_three(row.tpot)))
         cells.append(
             (
-                _SIDES[row.side] if several else "",
-                str(row.concurrency),
+                *which,
                 f"{row.rate:,.1f}",
-                *_three(row.ttft),
-                *_three(row.tpot),
                 "" if row.prefill_rate is None else f"{row.prefill_rate:,.0f}",
                 "" if row.roofline is None else f"{row.roofline:,.0f}",
                 far,
                 str(row.failed or ""),
             )
         )
-    header = ("server", "at a time", "tokens/s", "TTFT p50", "p90", "p99 ms", "TPOT p50", "p90", "p99 ms")
-    page.table((*header, "prefill tokens/s", "roofline", "of it", "failed"), cells)
+    first = ("server", "at a time")
+    page.table((*first, "tokens/s", "prefill tokens/s", "roofline", "of it", "failed"), cells)
     if any(row.roofline for row in report.all_rows()):
         page.prose(
             "roofline: tokens/s that the measured memory bandwidth of the hosts allows for the bytes of weights and KV "
             "cache that a token needs; arithmetic and links are free there",
             style="dim",
         )
+    if any(cell for row in times for cell in row[len(first) :]):
+        page.heading("Until the first token (TTFT) and for each further one (TPOT), in ms")
+        page.table((*first, "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99"), times)
 
 
 def _three(values: Percentiles | None) -> tuple[str, str, str]:
@@ -109,26 +111,36 @@ def _bars(page: Page, report: ServeReport) -> None:
 
 def _splits(page: Page, report: ServeReport) -> None:
     cells = []
+    alone = all(stage.place.rank == stage.place.stage for row in report.all_rows() for stage in row.stages)
     for row in report.all_rows():
         for number, stage in enumerate(row.stages):
             step = stage.step
             parts = (step.compute_ms, step.wire_ms, step.wait_ms, step.idle_ms)
+            rank = "" if alone else str(stage.place.rank)
             cells.append(
                 (
                     str(row.concurrency) if number == 0 else "",
                     "" if stage.place.stage is None else str(stage.place.stage),
-                    str(stage.place.rank),
+                    rank,
                     stage.place.host,
-                    f"{step.steps:,}",
                     f"{step.batch:.1f}",
-                    f"{step.step_ms:.2f}",
-                    *(f"{part:.2f} ({part / step.step_ms if step.step_ms else 0.0:.0%})" for part in parts),
+                    _ms(step.step_ms),
+                    *(f"{_ms(part)} {part / step.step_ms if step.step_ms else 0.0:3.0%}" for part in parts),
                 )
             )
     if cells:
         page.heading("Where a decode step goes, in ms")
-        header = ("at a time", "stage", "rank", "host", "steps", "batch", "step")
+        header = ("at a time", "stage", "rank", "host", "batch", "step")
         page.table((*header, "compute", "wire", "waiting", "engine"), cells)
+        page.prose(
+            "waiting: for the stage before; engine: until the engine orders the next step, for the first stage the "
+            "others' time too",
+            style="dim",
+        )
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def _starts(page: Page, report: ServeReport) -> None:

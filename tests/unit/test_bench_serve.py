@@ -286,7 +286,8 @@ def test_the_page_has_the_plot_the_split_and_the_warnings(report: ServeReport) -
     assert "8 requests failed" in text
     assert "█" * 40 + " 30.0" in text
     assert "█" * 27 + " 20.0" in text
-    assert "3.00 (67%)" in text
+    assert "3.00 67%" in text
+    assert max(map(len, serve_page(report, 80).text().splitlines())) <= 80
     assert "first answer: never (/health after 60.0 s)" in text
     assert "1.50  output tokens/s at 8: 30.0 to 20.0" in text
     assert "0.50  seconds until ready" in text
