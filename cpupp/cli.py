@@ -14,7 +14,7 @@ import typer
 from cpupp import __version__, cli_init, cli_runs, cli_serve
 from cpupp.cli_frame import guard as _guard
 from cpupp.cli_frame import leave as _leave
-from cpupp.cli_frame import set_debug
+from cpupp.cli_frame import lost_output, set_debug
 from cpupp.cli_frame import signals as _signals
 from cpupp.cli_secrets import try_secrets, use_secrets
 from cpupp.errors import ExitCode
@@ -394,3 +394,6 @@ def main() -> None:
         app()
     except KeyboardInterrupt:  # before a verb has its own handler
         _leave(int(ExitCode.SIGINT))
+    except OSError as error:  # of --help and --version, which Typer writes
+        lost_output(error)
+        _leave(int(ExitCode.RANK_FAILED))

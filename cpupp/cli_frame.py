@@ -32,6 +32,7 @@ def guard(command: str, as_json: bool) -> Iterator[None]:
 
     try:
         yield
+        _check_output()
     except CpuppError as error:
         if debug:
             _show_trace(error)
@@ -49,6 +50,25 @@ def guard(command: str, as_json: bool) -> Iterator[None]:
         hint = "this is a fault in cpupp: run again as `cpupp --debug ...` and report the traceback"
         fail(command, as_json, CpuppError("INTERNAL", f"{type(error).__name__}: {error}", hint=hint))
         raise typer.Exit(int(ExitCode.RANK_FAILED)) from None
+
+
+def _check_output() -> None:
+    """A verb that did its work but could not say so has not succeeded. Raises typer.Exit."""
+    from cpupp.render import unwritten
+
+    error = unwritten()
+    if error is not None:
+        lost_output(error)
+        raise typer.Exit(int(ExitCode.RANK_FAILED))
+
+
+def lost_output(error: OSError) -> None:
+    """Tell that stdout is incomplete, and let nothing more be written to it."""
+    from cpupp.render import forget, print_errors
+
+    forget(sys.stdout)
+    message = f"output is missing: stdout cannot be written to: {error.strerror or error}"
+    print_errors([CpuppError("OUTPUT", message, hint="give stdout another place, and run again")])
 
 
 def fail(command: str, as_json: bool, error: CpuppError, data: Any = None) -> None:

@@ -19,6 +19,7 @@ from cpupp.errors import CpuppError, CpuppErrors
 from cpupp.rank.agent_mask import Mask
 
 _mask = Mask()
+_unwritten: OSError | None = None
 CONTRACT = 1
 """Version of the JSON envelope: it changes when a field is removed or changes its meaning."""
 
@@ -146,7 +147,11 @@ def visible(text: str) -> str:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write and flush. A reader that went away (`| head`) is no error: the verb's exit code stays its own."""
+    """Write and flush. A reader that went away (`| head`) is no error: the verb's exit code stays its own.
+
+    What stdout did not take for another reason (a full disk) is remembered: see `unwritten`.
+    """
+    global _unwritten
     text = _mask.text(text)
     try:
         stream.write(text)
@@ -154,8 +159,17 @@ def write(stream: TextIO, text: str) -> None:
     except UnicodeEncodeError:
         encoding = stream.encoding or "ascii"
         write(stream, text.encode(encoding, "backslashreplace").decode(encoding))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if stream is sys.stdout and isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+            _unwritten = error
         forget(stream)
+
+
+def unwritten() -> OSError | None:
+    """Why a part of stdout is missing, and forget it; None when nothing is."""
+    global _unwritten
+    found, _unwritten = _unwritten, None
+    return found
 
 
 def forget(stream: TextIO) -> None:

@@ -251,3 +251,13 @@ def test_sixty_four_hosts_are_planned_within_a_second(tmp_path: Path) -> None:
     assert spent < 1.0
     assert "64 ranks on 64 hosts" in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 400
+
+
+@pytest.mark.parametrize("words", [("--version",), ("plan", "--help"), ("plan", "examples/demo.yaml", "--offline")])
+def test_output_that_a_full_disk_swallowed_is_no_success(words: tuple[str, ...]) -> None:
+    argv = [sys.executable, "-m", "cpupp", *words]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "stdout cannot be written to: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
