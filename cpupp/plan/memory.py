@@ -198,16 +198,23 @@ def partition_rooms(grid: Grid, places: list[Place]) -> tuple[Room, ...]:
     return tuple(rooms)
 
 
-def too_much(
-    place: Place, weights: Mapping[int, int | None], kv: Mapping[int, int], runtime: Mapping[int, int], hint: str
-) -> CpuppError | None:
-    """Refuse a place that does not hold its ranks, with the whole sum. weights, kv, runtime: bytes of each rank."""
-    sizes = {
+def sizes_in(
+    place: Place, weights: Mapping[int, int | None], kv: Mapping[int, int], runtime: Mapping[int, int]
+) -> dict[str, int]:
+    """Bytes of everything that a place holds, by what it is. weights, kv, runtime: bytes of each rank."""
+    return {
         "weights": sum(weights[rank] or 0 for rank in place.ranks),
         "KV": sum(kv[rank] for rank in place.ranks),
         "runtime": sum(runtime[rank] for rank in place.ranks),
         "engine and links": place.taken,
     }
+
+
+def too_much(
+    place: Place, weights: Mapping[int, int | None], kv: Mapping[int, int], runtime: Mapping[int, int], hint: str
+) -> CpuppError | None:
+    """Refuse a place that does not hold its ranks, with the whole sum. weights, kv, runtime: bytes of each rank."""
+    sizes = sizes_in(place, weights, kv, runtime)
     need = sum(sizes.values())
     if need <= place.limit:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
-from cpupp.plan.memory import Place
+from cpupp.plan.memory import Place, sizes_in
 from cpupp.plan.model import ModelFacts
 from cpupp.plan.weights import RankWeights, engine_arg, is_plain, running_bytes
 
@@ -47,7 +47,7 @@ def with_room(
     """
     allowed = dict(copies)
     for place in places:
-        need = place.taken + sum((weights[r] or 0) + kv[r] + runtime[r] + copies.get(r, 0) for r in place.ranks)
+        need = sum(sizes_in(place, weights, kv, runtime).values()) + sum(copies.get(rank, 0) for rank in place.ranks)
         if need > FULL * min(place.limit, *(free[host] for host in place.hosts)):
             allowed = {rank: size for rank, size in allowed.items() if rank not in place.ranks}
     known = {rank for place in places for rank in place.ranks}

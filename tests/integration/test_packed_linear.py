@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cpupp.plan.handoff import RankHandoff
 from tests.integration.gang import Gang
+from tests.integration.test_vllm_adapter import handoff
 
 SHAPES = [(1, 64), (5, 64), (2, 3, 64), (0, 64)]
 
@@ -19,13 +21,6 @@ SHAPES = [(1, 64), (5, 64), (2, 3, 64), (0, 64)]
 def gang() -> Iterator[Gang]:
     with Gang([1]) as ranks:
         yield ranks
-
-
-def handoff(**ways: bool) -> RankHandoff:
-    """What a rank is told of its linear layers."""
-    return RankHandoff(
-        run="r", attempt=1, node_rank=0, mode="links", backend="auto", reports="", host="a", no_shm=False, **ways
-    )
 
 
 def against_torch(rank: int, threads: int, dtype: torch.dtype) -> list[tuple[Any, ...]]:
@@ -96,7 +91,7 @@ def in_vllm(rank: int) -> dict[str, Any]:
 
     huge = torch.full((8, 64), 1e6, dtype=torch.bfloat16)
     found: dict[str, Any] = {"stock": prepared(torch.randn(8, 64).bfloat16())}
-    told = handoff(packed_weights=True)
+    told = replace(handoff(Path(), "links"), packed_weights=True)
     cure_linear(told)
     cure_linear(told)
     found["bfloat16"] = prepared(torch.randn(8, 64).bfloat16())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import torch
 from cpupp.plan.tiles import NEEDED_ISA
 from cpupp.rank.agent_probe import isa_flags
 from tests.integration.gang import Gang
-from tests.integration.test_packed_linear import handoff
+from tests.integration.test_vllm_adapter import handoff
 
 ROWS = (1, 2, 3, 8, 15, 16, 17, 31, 32)
 
@@ -143,7 +144,7 @@ def in_vllm(rank: int) -> dict[str, tuple[str, bool]]:
         method.process_weights_after_loading(layer)
         return type(layer.cpu_linear).__name__, torch.allclose(method.apply(layer, x), wanted, rtol=0.02, atol=0.02)
 
-    cure_linear(handoff(tiled_weights=True))
+    cure_linear(replace(handoff(Path(), "links"), tiled_weights=True))
     return {
         "large": prepared(3072, torch.bfloat16),
         "small": prepared(64, torch.bfloat16),
@@ -209,11 +210,12 @@ def keys(rank: int) -> tuple[bool, bool]:
     """Whether the key of compiled code changes with what may be tiled, and with what was."""
     from cpupp.rank import vllm_adapter
 
-    allowed = handoff(tiled_weights=True)
+    plain = handoff(Path(), "links")
+    allowed = replace(plain, tiled_weights=True)
     before = vllm_adapter.compiled_for(allowed)
     with patch.object(vllm_adapter, "_tiled_shapes", {(96, 64)}):
         after = vllm_adapter.compiled_for(allowed)
-    return vllm_adapter.compiled_for(handoff()) != before, after != before
+    return vllm_adapter.compiled_for(plain) != before, after != before
 
 
 def test_compiled_code_belongs_to_the_weights_that_are_tiled(gang: Gang) -> None:
