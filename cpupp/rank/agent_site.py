@@ -83,15 +83,11 @@ def _make_in(base: str, host: str, record: dict[str, Any], files: dict[str, str]
     site = os.path.join(base, f"{host[:10]}-{os.urandom(5).hex()}")
     if len(os.fsencode(site)) > LONGEST_SITE:
         raise SiteError(f"the path is longer than {LONGEST_SITE} bytes, too long for sockets")
-    _own_folder(base)
-    os.mkdir(site, 0o700)
+    held = -1
     try:
+        _own_site(base, site)
         os.close(os.open(os.path.join(site, ALIVE), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         held = hold(site)
-    except OSError:
-        remove_tree(site)
-        raise
-    try:
         for name in FOLDERS:
             os.mkdir(os.path.join(site, name), 0o700)
         for relative, text in files.items():
@@ -99,10 +95,27 @@ def _make_in(base: str, host: str, record: dict[str, Any], files: dict[str, str]
         # Last: a folder without its record is still being made, and nobody sweeps it away.
         _write(site, RECORD, json.dumps(record, sort_keys=True))
     except (OSError, SiteError):
-        os.close(held)
+        if held >= 0:
+            os.close(held)
         remove_tree(site)
+        _leave(base)
         raise
     return site, held
+
+
+def _own_site(base: str, site: str) -> None:
+    for _ in range(5):  # whoever removes the last site of a place removes the place too
+        with contextlib.suppress(FileNotFoundError):
+            _own_folder(base)
+            os.mkdir(site, 0o700)
+            return
+    raise SiteError("is removed again and again")
+
+
+def _leave(base: str) -> None:
+    """Remove the place when no site and no record is in it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(base)
 
 
 def _own_folder(base: str) -> None:
@@ -156,9 +169,7 @@ def remove_site(site: str) -> bool:
         remove_tree(site)
     finally:
         os.close(descriptor)
-    # The place itself goes too when this was the last site in it.
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(site))
+    _leave(os.path.dirname(site))
     return True
 
 

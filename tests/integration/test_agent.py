@@ -18,7 +18,7 @@ import pytest
 
 from cpupp.errors import CpuppError
 from cpupp.launch.transport import LocalTransport
-from cpupp.rank import agent_net
+from cpupp.rank import agent_net, agent_site
 from tests.integration.agent_bench import Bench, shm, unique, wait_dead, wait_until
 from tests.testbed import processes
 
@@ -109,6 +109,13 @@ def test_the_site_folder_is_private_and_short_enough_for_sockets(bench: Bench) -
 def test_files_stay_inside_the_site(bench: Bench, name: str) -> None:
     with pytest.raises(CpuppError, match="leaves the site folder"):
         bench.prepare(files={name: "x"})
+
+
+def test_places_that_hold_no_site_after_all_are_not_left(bench: Bench) -> None:
+    before = {place for place in agent_site.places() if Path(place).exists()}
+    with pytest.raises(CpuppError):
+        bench.prepare(files={"../x": "x"})
+    assert {place for place in agent_site.places() if Path(place).exists()} <= before
 
 
 def test_a_symlink_or_a_foreign_folder_holds_no_site(tmp_path: Path) -> None:
