@@ -39,67 +39,85 @@ EVEN = 1.05
 """Times that differ by less are noise: then it is tiles."""
 SOURCE = Path(__file__).with_name("tiles.cpp")
 FLAGS = (
-    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
+    *("-O3", "-std=c++20", "-shared", "-fPIC", "-fopenmp"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
 )
+TORCH = Path(torch.__file__).parent
+
+OPERATOR = "linear(Tensor input, Tensor tiles, Tensor handler, Tensor? bias, Tensor choice, int out_features) -> Tensor"
+"""In tiles.cpp; compiled models hold calls of it. choice: uint8 [1 + MOST_ROWS], whether tiles are the faster way by
+number of rows; its first element says whether that was measured, and else `choose` is called to do it."""
 
 _LIBRARY = torch.library.Library("cpupp_tiles", "DEF")
-_LIBRARY.define("linear(Tensor input, Tensor tiles, Tensor handler, Tensor? bias, int out_features) -> Tensor")
+_LIBRARY.define(OPERATOR)
+_LIBRARY.define("choose(Tensor(a!) choice, int out_features, int in_features) -> ()")
+
+_TILES, _ONEDNN = (torch.tensor([True] + [own] * MOST_ROWS, dtype=torch.uint8) for own in (True, False))
 
 Shape = tuple[int, int]
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 _weights: dict[Shape, list[tuple[torch.Tensor, Any]]] = {}
-_chosen: dict[Shape, list[bool]] = {}
+_chosen: dict[Shape, torch.Tensor] = {}
 _equal: dict[Shape, bool] = {}
 
 
 class TiledLinear(torch.nn.Module):
-    """x [..., K] -> x @ weight.T + bias [..., N], in bfloat16. weight: [N, K], which is not kept; handler: oneDNN's."""
+    """x [..., K] -> x @ weight.T + bias [..., N], in bfloat16. tiles: the packed weight; handler: oneDNN's of it."""
 
-    def __init__(self, weight: torch.Tensor, handler: Any) -> None:
+    def __init__(self, tiles: torch.Tensor, shape: Shape, handler: Any) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = shape
         self.kept = handler  # frees oneDNN's weight when it goes
-        self.register_buffer("tiles", pack(weight), persistent=False)
+        self.register_buffer("tiles", tiles, persistent=False)
         self.register_buffer("handler", handler.handler_tensor, persistent=False)
-        shape = (self.out_features, self.in_features)
-        _weights.setdefault(shape, []).append((self.tiles, handler))
+        self.register_buffer("choice", torch.zeros(1 + MOST_ROWS, dtype=torch.uint8), persistent=False)
+        _weights.setdefault(shape, []).append((tiles, handler))
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The signature of vLLM's `cpu_linear`; `weight` is what is left of the layer's own and is not read."""
-        product: torch.Tensor = torch.ops.cpupp_tiles.linear(x, self.tiles, self.handler, bias, self.out_features)
+        product: torch.Tensor = torch.ops.cpupp_tiles.linear(
+            x, self.tiles, self.handler, bias, self.choice, self.out_features
+        )
         return product
 
 
 class TiledTable(torch.nn.Module):
-    """For an embedding, which vLLM prepares as if it were a linear layer: tiled once it serves as the head."""
+    """For an embedding, which vLLM prepares as if it were a linear layer: tiled once it serves as the head.
 
-    def __init__(self, handler: Any) -> None:
+    handler: oneDNN's of the table; stock: vLLM's own `cpu_linear`. Raises RuntimeError when there are no tiles.
+    """
+
+    def __init__(self, handler: Any, stock: Linear) -> None:
         super().__init__()
-        self.kept = handler
-        self.tiled: TiledLinear | None = None
+        library()
+        self.handler, self.stock = handler, stock
+        self.way: Linear | None = None
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The signature of vLLM's `cpu_linear`."""
-        if self.tiled is None:
-            self.tiled = TiledLinear(weight, self.kept)
-        product: torch.Tensor = self.tiled(x, weight, bias)
-        return product
+        if self.way is None:
+            self.way = tiled(weight, bias, self.handler) or self.stock
+        return self.way(x, weight, bias)
 
 
-def can_be_tiled(weight: torch.Tensor, bias: torch.Tensor | None, handler: Any) -> bool:
-    """Whether tiles give this weight's products bit by bit as oneDNN does. Raises RuntimeError when there are no tiles.
+def tiled(weight: torch.Tensor, bias: torch.Tensor | None, handler: Any) -> TiledLinear | None:
+    """The layer of a weight, None when tiles do not give its products bit by bit as oneDNN does.
 
-    weight: [N, K]; handler: vLLM's CPUDNNLGEMMHandler of it.
+    weight: [N, K], which is not kept; handler: vLLM's CPUDNNLGEMMHandler of it. Raises RuntimeError when there are no
+    tiles.
     """
     fits = (
         weight.dim() == 2 and weight.dtype == torch.bfloat16 and weight.shape[0] % STEP == weight.shape[1] % STEP == 0
     )
     if not fits or not weight.numel() or (bias is not None and bias.dtype != torch.bfloat16):
-        return False
+        return None
     shape = (weight.shape[0], weight.shape[1])
+    if _equal.get(shape) is False:
+        return None
+    tiles = pack(weight)
     if shape not in _equal:
-        _equal[shape] = _is_equal(weight, handler.handler_tensor)
-    return _equal[shape]
+        _equal[shape] = _is_equal(tiles, shape, handler.handler_tensor)
+    return TiledLinear(tiles, shape, handler) if _equal[shape] else None
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -129,8 +147,7 @@ def _library() -> ctypes.CDLL | str:
         return f"cannot compile or load {SOURCE.name}: {error}"
     pointer, number = ctypes.c_void_p, ctypes.c_long
     found.cpupp_pack.argtypes = (pointer, pointer, number, number)
-    found.cpupp_linear.argtypes = (pointer, pointer, pointer, pointer, number, number, number)
-    found.cpupp_pack.restype = found.cpupp_linear.restype = None
+    found.cpupp_pack.restype = None
     if found.cpupp_permit_tiles() != 0:
         return "the kernel does not let this process use AMX tiles"
     return found
@@ -149,7 +166,7 @@ def _loaded() -> ctypes.CDLL:
 def _compiled() -> Path:
     """The shared library in vLLM's cache, where compiled models lie too. Raises OSError, SubprocessError."""
     source = SOURCE.read_bytes()
-    key = hashlib.sha256(source + repr(FLAGS).encode()).hexdigest()[:16]
+    key = hashlib.sha256(source + repr((FLAGS, torch.__version__)).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm"
     folder = Path(os.environ.get("VLLM_CACHE_ROOT") or cache) / "cpupp"
     path = folder / f"tiles-{key}.so"
@@ -160,7 +177,8 @@ def _compiled() -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / "tiles.so"
-            argv = [compiler, *FLAGS, "-x", "c++", "-", "-o", str(made)]
+            torchs = (f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}")
+            argv = [compiler, *FLAGS, *torchs, "-x", "c++", "-", "-x", "none", "-ltorch_cpu", "-o", str(made)]
             done = subprocess.run(argv, input=source, capture_output=True, timeout=120, check=False)
             if done.returncode != 0:
                 raise OSError(f"{compiler}: {done.stderr.decode(errors='replace').strip()[-500:]}")
@@ -168,79 +186,67 @@ def _compiled() -> Path:
     return path
 
 
-def _is_equal(weight: torch.Tensor, handler: torch.Tensor) -> bool:
-    n, k = weight.shape
-    tiles = pack(weight)
+def _is_equal(tiles: torch.Tensor, shape: Shape, handler: torch.Tensor) -> bool:
+    n, k = shape
     dice = torch.Generator().manual_seed(n + k)
     added = torch.randn(n, generator=dice).bfloat16()
     for rows in range(1, MOST_ROWS + 1):
         x = torch.randn(rows, k, generator=dice).bfloat16()
         for bias in (None, added) if rows in BIASED_ROWS else (None,):
-            if not torch.equal(_own(x, tiles, bias, n), _stock(x, handler, bias, n)):
+            own, stock = (_product(x, tiles, handler, bias, n, own=own) for own in (True, False))
+            if not torch.equal(own, stock):
                 return False
     return True
 
 
-def _own(x: torch.Tensor, tiles: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
-    x = x.contiguous()
-    k = x.shape[-1]
-    product = x.new_empty((*x.shape[:-1], n))
-    bias = None if bias is None else bias.contiguous()
-    added = bias.data_ptr() if bias is not None else None
-    library().cpupp_linear(x.data_ptr(), tiles.data_ptr(), added, product.data_ptr(), x.numel() // k, n, k)
+def _product(
+    x: torch.Tensor, tiles: torch.Tensor, handler: torch.Tensor, bias: torch.Tensor | None, n: int, *, own: bool
+) -> torch.Tensor:
+    """By tiles or, as vLLM would have it, by oneDNN."""
+    choice = _TILES if own else _ONEDNN
+    product: torch.Tensor = torch.ops.cpupp_tiles.linear(x, tiles, handler, bias, choice, n)
     return product
 
 
-def _stock(x: torch.Tensor, handler: torch.Tensor, bias: torch.Tensor | None, n: int) -> torch.Tensor:
-    """As vLLM's _custom_ops.onednn_mm (0.32)."""
-    product = x.new_empty((*x.shape[:-1], n))
-    torch.ops._C.onednn_mm(product, x.reshape(-1, x.shape[-1]), bias, handler)
-    return product
+def _choose(choice: torch.Tensor, out_features: int, in_features: int) -> None:
+    """Write which way is the faster one. Measured when the shape is used first: all weights are loaded then."""
+    shape = (out_features, in_features)
+    if shape not in _chosen:
+        _chosen[shape] = _measured(shape)
+    choice.copy_(_chosen[shape])
 
 
-def _choose(shape: Shape) -> list[bool]:
-    """Whether tiles are the faster way, by number of rows, 0 to MOST_ROWS. Measured when the shape is used first: all
-    weights are loaded then."""
+def _measured(shape: Shape) -> torch.Tensor:
     n, k = shape
     known = _weights.pop(shape)
     weights = [(tiles, handler.handler_tensor) for tiles, handler in known[: max(1, TIMED_BYTES // (2 * n * k))]]
-    choice = [False]
+    choice = [True]
     dice = torch.Generator().manual_seed(0)  # torch's own must stay as it is: vLLM samples by it
     for rows in TIMED_ROWS:
         x = torch.randn(rows, k, generator=dice).bfloat16()
 
-        def seconds(way: Callable[..., torch.Tensor], which: int, x: torch.Tensor = x) -> float:
+        def seconds(own: bool, x: torch.Tensor = x) -> float:
             began = time.perf_counter()
-            for weight in weights:
-                way(x, weight[which], None, n)
+            for tiles, handler in weights:
+                _product(x, tiles, handler, None, n, own=own)
             return time.perf_counter() - began
 
-        turns = [(seconds(_own, 0), seconds(_stock, 1)) for _ in range(TURNS)]
+        turns = [(seconds(own=True), seconds(own=False)) for _ in range(TURNS)]
         own, stock = (statistics.median(times) for times in zip(*turns, strict=True))
         choice += [own < EVEN * stock] * (rows + 1 - len(choice))
-    return choice
-
-
-def _linear(
-    x: torch.Tensor, tiles: torch.Tensor, handler: torch.Tensor, bias: torch.Tensor | None, out_features: int
-) -> torch.Tensor:
-    k = x.shape[-1]
-    rows = x.numel() // k
-    shape = (out_features, k)
-    choice = _chosen.get(shape)
-    if choice is None:
-        choice = _chosen[shape] = _choose(shape)
-    ours = x.dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16)
-    if ours and 0 < rows <= MOST_ROWS and choice[rows]:
-        return _own(x, tiles, bias, out_features)
-    return _stock(x, handler, bias, out_features)
+    return torch.tensor(choice, dtype=torch.uint8)
 
 
 def _linear_shape(
-    x: torch.Tensor, tiles: torch.Tensor, handler: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    handler: torch.Tensor,
+    bias: torch.Tensor | None,
+    choice: torch.Tensor,
+    out_features: int,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-_LIBRARY.impl("linear", _linear, "CPU")
+_LIBRARY.impl("choose", _choose, "CPU")
 torch.library.register_fake("cpupp_tiles::linear", _linear_shape, lib=_LIBRARY)

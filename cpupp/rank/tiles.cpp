@@ -6,12 +6,20 @@
 // to 32 rows, so its bits are the same; rank/tiled_linear.py tests that on the host.
 //
 // k and n are multiples of 32, m is 1 to 32, tiles are aligned to 64 bytes.
+//
+// The operator is here too, by torch's stable interface for C++: in Python it took as long as a small model's product.
 
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
 #include <unistd.h>
+
+#include <optional>
+#include <vector>
 
 namespace {
 
@@ -105,3 +113,54 @@ void cpupp_linear(const uint16_t *x, const uint16_t *tiles, const uint16_t *bias
   }
 }
 }
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::detail::from;
+
+constexpr int64_t kMostRows = 32;
+
+template <typename... Arguments>
+void call(const char *name, const Arguments &...arguments) {
+  StableIValue stack[] = {from(arguments)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION));
+}
+
+// As x.new_empty([..., n]), without the dispatcher, which takes as long as all else here.
+Tensor empty(const Tensor &x, int64_t n) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(sizes.size(), 1);
+  sizes.back() = n;
+  for (size_t i = sizes.size() - 1; i-- > 0;) strides[i] = strides[i + 1] * sizes[i + 1];
+  int32_t dtype = 0;
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
+                                                         aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+// choice: uint8 [1 + kMostRows], whether tiles are the faster way by number of rows; its first says whether that was
+// measured. The other way is vLLM's (0.32): _C::onednn_mm(out, input, bias, handler).
+Tensor linear(Tensor x, Tensor tiles, Tensor handler, std::optional<Tensor> bias, Tensor choice, int64_t n) {
+  const int64_t k = x.size(-1), rows = x.numel() / k;
+  const Tensor out = empty(x, n);
+  const auto *chosen = static_cast<const uint8_t *>(choice.data_ptr());
+  if (!chosen[0]) call("cpupp_tiles::choose", choice, n, k);
+  const bool plain = x.scalar_type() == ScalarType::BFloat16 && (!bias || bias->scalar_type() == ScalarType::BFloat16);
+  if (plain && rows > 0 && rows <= kMostRows && chosen[rows]) {
+    const Tensor dense = x.is_contiguous() ? x : torch::stable::contiguous(x);
+    if (bias && !bias->is_contiguous()) bias = torch::stable::contiguous(*bias);
+    cpupp_linear(static_cast<const uint16_t *>(dense.data_ptr()), static_cast<const uint16_t *>(tiles.data_ptr()),
+                 bias ? static_cast<const uint16_t *>(bias->data_ptr()) : nullptr, static_cast<uint16_t *>(out.data_ptr()),
+                 rows, n, k);
+  } else {
+    call("_C::onednn_mm", out, x.dim() == 2 ? x : torch::stable::reshape(x, {rows, k}), bias, handler);
+  }
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(cpupp_tiles, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }

@@ -269,11 +269,13 @@ def _tile(layer: torch.nn.Module, weight: torch.Tensor, cells: tuple[Any, ...], 
     handler = next((c.cell_contents for c in cells if hasattr(c.cell_contents, "handler_tensor")), None)
     if handler is None:  # not oneDNN's
         return
-    from cpupp.rank.tiled_linear import TiledLinear, TiledTable, can_be_tiled
+    from cpupp.rank.tiled_linear import TiledTable, tiled
 
     try:
-        if can_be_tiled(weight, getattr(layer, "bias", None), handler):
-            layer.cpu_linear = TiledTable(handler) if is_table else TiledLinear(weight, handler)
+        if is_table:
+            layer.cpu_linear = TiledTable(handler, layer.cpu_linear)
+        elif (ours := tiled(weight, getattr(layer, "bias", None), handler)) is not None:
+            layer.cpu_linear = ours
             _tiled_shapes.add(tuple(weight.shape))
             logger.info_once("cpupp: linear layers of up to 32 rows run on AMX tiles where that is faster")
     except (RuntimeError, AttributeError) as error:  # no compiler, no tiles, or another vLLM
@@ -323,14 +325,24 @@ def cure_compiled_loading(handoff: RankHandoff) -> None:
     caching.aot_compile_hash_factors = cured_factors
 
 
+def _tiled_way() -> str:
+    """What compiled code holds of tiles: for which shapes, and how it calls them."""
+    if not _tiled_shapes:
+        return ""
+    from cpupp.rank.tiled_linear import OPERATOR
+
+    return f"{sorted(_tiled_shapes)} {OPERATOR}"
+
+
 def compiled_for(handoff: RankHandoff) -> str:
     """What code compiled here depends on, beyond the model and the versions: instructions, threads, the compiler's
-    environment, whether weights may be packed or tiled, and which are tiled.
+    environment, whether weights may be packed or tiled, and which are tiled (an embedding that serves as the head runs
+    outside compiled code).
 
     vLLM makes its key at the first step, when all weights are loaded.
     """
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     lines = {line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith(("flags", "Features"))}
     settings = {n: v for n, v in os.environ.items() if n.startswith(COMPILER_ENV) and n != "TORCHINDUCTOR_CACHE_DIR"}
-    ways = f"packed={handoff.packed_weights} tiled={handoff.tiled_weights} {sorted(_tiled_shapes)}"
+    ways = f"packed={handoff.packed_weights} tiled={handoff.tiled_weights} {_tiled_way()}"
     return f"{sorted(lines)} {torch.get_num_threads()} {sorted(settings.items())} {ways}"

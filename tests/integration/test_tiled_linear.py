@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,13 @@ def of_handler(n: int, k: int) -> tuple[torch.Tensor, Any]:
     return weight, ops.create_onednn_mm(weight.t(), 32)
 
 
+def oned(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The layer's product by oneDNN's own."""
+    product = x.new_empty((*x.shape[:-1], layer.out_features))
+    torch.ops._C.onednn_mm(product, x.reshape(-1, x.shape[-1]), bias, layer.handler)
+    return product
+
+
 def products(rank: int, threads: int) -> dict[str, Any]:
     """Whether each number of rows gives oneDNN's bits, with and without bias, and what other inputs give."""
     from cpupp.rank import tiled_linear
@@ -48,20 +56,20 @@ def products(rank: int, threads: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": []}
     for n, k in ((96, 64), (1088, 576), (32, 1536)):
         weight, handler = of_handler(n, k)
-        assert tiled_linear.can_be_tiled(weight, None, handler)
-        layer = tiled_linear.TiledLinear(weight, handler)
-        tiled_linear._chosen[n, k] = [True] * 33
+        layer = tiled_linear.tiled(weight, None, handler)
+        assert layer is not None
+        layer.choice.fill_(True)
         for rows in ROWS:
             x, bias = torch.randn(rows, k).bfloat16(), torch.randn(n).bfloat16()
-            stock = [tiled_linear._stock(x, layer.handler, added, n) for added in (None, bias)]
+            stock = [oned(layer, x, added) for added in (None, bias)]
             own = [layer(x, weight, added) for added in (None, bias)]
             found["rows"].append(all(map(torch.equal, own, stock)))
         columns = torch.randn(k, 4).bfloat16().t()
         found["rows"].append(torch.equal(layer(columns, weight), layer(columns.contiguous(), weight)))
         found[f"{n} shapes"] = [list(layer(torch.randn(*s, k).bfloat16(), weight).shape) for s in ((2, 3), (0,), (33,))]
     weight, handler = of_handler(40, 64)
-    found["ragged"] = tiled_linear.can_be_tiled(weight, None, handler)
-    found["wide bias"] = tiled_linear.can_be_tiled(of_handler(96, 64)[0], torch.randn(96), handler)
+    found["ragged"] = tiled_linear.tiled(weight, None, handler) is not None
+    found["wide bias"] = tiled_linear.tiled(of_handler(96, 64)[0], torch.randn(96), handler) is not None
     torch.set_num_threads(before)
     return found
 
@@ -86,12 +94,12 @@ def unequal(rank: int) -> tuple[bool, bool]:
 
     pack = tiled_linear.pack
     with patch.object(tiled_linear, "pack", spoiled):
-        first = tiled_linear.can_be_tiled(*before(of_handler(160, 64)))
-    return first, tiled_linear.can_be_tiled(*before(of_handler(192, 64)))
+        first = tiled_linear.tiled(*before(of_handler(160, 64)))
+    return first is not None, tiled_linear.tiled(*before(of_handler(192, 64))) is not None
 
 
 def before(pair: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, None, Any]:
-    """The arguments of can_be_tiled, without a bias."""
+    """The arguments of tiled(), without a bias."""
     return pair[0], None, pair[1]
 
 
@@ -100,32 +108,32 @@ def test_other_bits_keep_vllms_own_way(gang: Gang) -> None:
     assert gang.run(unequal) == [(False, True)]
 
 
-def slower(rank: int) -> tuple[list[bool], int]:
-    """The choice by rows where tiles lose, and how many calls of theirs a product of few rows makes then."""
+def chosen(rank: int, slow: bool) -> tuple[list[int], bool, bool]:
+    """The choice by rows where tiles win or lose, and which way the next product of few rows and of many takes."""
     from cpupp.rank import tiled_linear
 
-    weight, handler = of_handler(224, 64)
-    layer = tiled_linear.TiledLinear(weight, handler)
-    own, calls = tiled_linear._own, []
+    n = 224 if slow else 288
+    weight, handler = of_handler(n, 64)
+    layer = tiled_linear.tiled(weight, None, handler)
+    assert layer is not None
+    product = tiled_linear._product
 
-    def slow(*args: Any) -> torch.Tensor:
-        calls.append(args)
-        for _ in range(200):
-            own(*args)
-        return own(*args)
+    def delayed(*args: Any, own: bool) -> torch.Tensor:
+        time.sleep(0.002 * (own == slow))
+        return product(*args, own=own)
 
     x, state = torch.randn(1, 64).bfloat16(), torch.random.get_rng_state()
-    with patch.object(tiled_linear, "_own", slow):
-        layer(x, weight)
-        calls.clear()
+    with patch.object(tiled_linear, "_product", delayed):
         layer(x, weight)
     assert torch.equal(torch.random.get_rng_state(), state), "vLLM samples by torch's generator"
-    return tiled_linear._chosen[224, 64], len(calls)
+    layer.tiles.zero_()
+    return layer.choice.tolist(), bool(layer(x, weight).any()), bool(layer(x.expand(33, 64), weight).any())
 
 
 @needs_amx
 def test_where_tiles_are_slower_vllms_own_way_stays(gang: Gang) -> None:
-    assert gang.run(slower) == [([False] * 33, 0)]
+    assert gang.run(chosen, True) == [([1] + [0] * 32, True, True)]
+    assert gang.run(chosen, False) == [([1] + [1] * 32, False, True)]
 
 
 def in_vllm(rank: int) -> dict[str, tuple[str, bool]]:
@@ -156,6 +164,42 @@ def in_vllm(rank: int) -> dict[str, tuple[str, bool]]:
 def test_vllm_gets_tiles_where_it_would_ask_onednn(gang: Gang) -> None:
     (found,) = gang.run(in_vllm)
     assert found == {"large": ("TiledLinear", True), "small": ("function", True), "float32": ("function", True)}
+
+
+def tables(rank: int) -> dict[str, tuple[bool, int, int]]:
+    """Of a table that serves as the head, for two shapes: right products; weights packed when made, and after two uses.
+
+    The second shape is one that no tiles have.
+    """
+    from cpupp.rank import tiled_linear
+
+    found = {}
+    for name, n in (("tiled", 256), ("ragged", 100)):
+        weight, handler = of_handler(n, 64)
+        packed: list[torch.Tensor] = []
+        pack = tiled_linear.pack
+
+        def counted(weight: torch.Tensor, pack: Any = pack, packed: list[torch.Tensor] = packed) -> torch.Tensor:
+            packed.append(weight)
+            return pack(weight)
+
+        def stock(x: torch.Tensor, weight: torch.Tensor, bias: Any, handler: Any = handler, n: int = n) -> torch.Tensor:
+            product = x.new_empty((*x.shape[:-1], n))
+            torch.ops._C.onednn_mm(product, x, bias, handler.handler_tensor)
+            return product
+
+        with patch.object(tiled_linear, "pack", counted):
+            table = tiled_linear.TiledTable(handler, stock)
+            made = len(packed)
+            x = torch.randn(3, 64).bfloat16()
+            right = all(torch.equal(table(x, weight), stock(x, weight, None)) for _ in range(2))
+        found[name] = (right, made, len(packed))
+    return found
+
+
+@needs_amx
+def test_an_embedding_is_packed_when_it_serves_as_the_head(gang: Gang) -> None:
+    assert gang.run(tables) == [{"tiled": (True, 0, 1), "ragged": (True, 0, 0)}]
 
 
 def without(rank: int, folder: str) -> tuple[str, str]:
@@ -198,7 +242,7 @@ def damaged(rank: int, folder: str) -> tuple[int, bool]:
         tiled_linear._compiled().write_bytes(b"")
         loaded = tiled_linear._loaded()
         tiled_linear._loaded()
-        return len(runs), hasattr(loaded, "cpupp_linear")
+        return len(runs), hasattr(loaded, "cpupp_pack")
 
 
 @needs_amx
