@@ -154,7 +154,7 @@ def _running(
     from cpupp.launch.bench_serve import choose_client, measure, served
     from cpupp.launch.run_find import find
     from cpupp.launch.run_hosts import spec_of
-    from cpupp.plan.bench_serve import CPUPP, serve_rows
+    from cpupp.plan.bench_serve import CPUPP, check_lengths, serve_rows
     from cpupp.plan.secret import has_api_key
     from cpupp.render_bench import BenchView
     from cpupp.render_serve import ServeReport
@@ -168,6 +168,7 @@ def _running(
     def work() -> None:
         nonlocal order
         spec = target.spec or spec_of(target.run)
+        check_lengths(spec, order)
         key = ""
         if has_api_key(spec):
             key = use_secrets(spec, environment).api_key(spec.hosts[0].name)
@@ -205,12 +206,13 @@ def _launched(
     from cpupp.cli_secrets import use_secrets
     from cpupp.launch.bench_file import FileBench
     from cpupp.launch.config import load_cluster_file
-    from cpupp.plan.bench_serve import BY_HAND, CPUPP, ratios, serve_rows
+    from cpupp.plan.bench_serve import BY_HAND, CPUPP, check_lengths, ratios, serve_rows
     from cpupp.render_bench import BenchView
     from cpupp.render_serve import ServeReport
     from cpupp.signals import Interrupted
 
     spec, raw = load_cluster_file(file)
+    check_lengths(spec, order)
     view = BenchView()
     bench = FileBench(
         spec=spec,

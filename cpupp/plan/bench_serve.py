@@ -10,6 +10,8 @@ from typing import Any
 
 from cpupp.errors import CpuppError, ExitCode
 from cpupp.plan.bench_comm import percentile
+from cpupp.plan.cluster import ClusterSpec
+from cpupp.plan.memory import written_context
 from cpupp.plan.roofline import RankReads, roofline
 from cpupp.plan.status import RankPlace
 from cpupp.plan.steps import RankSteps, StepCounts, StepSplit, split
@@ -51,6 +53,16 @@ class ServeOrder:
     def sequence(self) -> list[tuple[int, int]]:
         """(turn, concurrency) in the order in which they are measured on one server."""
         return [(turn, num) for turn in range(self.turns) for num in self.concurrency]
+
+
+def check_lengths(spec: ClusterSpec, order: ServeOrder) -> None:
+    """Raises CpuppError BENCH-TOO-LONG when the file's context holds no such request: the API would refuse each."""
+    most, tokens = written_context(spec), order.prompt_tokens + order.output_tokens
+    if most and tokens > most:
+        message = (
+            f"{order.prompt_tokens} and {order.output_tokens} tokens are more than engine.args.max_model_len {most}"
+        )
+        raise CpuppError("BENCH-TOO-LONG", message, hint="give fewer --prompt-tokens or --output-tokens")
 
 
 def sides(rounds: int) -> list[tuple[int, str]]:

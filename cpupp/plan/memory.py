@@ -104,10 +104,14 @@ def _activations(spec: ClusterSpec, grid: Grid, model: ModelFacts, stage: int) -
 
 
 def context_length(spec: ClusterSpec, model: ModelFacts) -> int:
-    """Tokens of the longest sequence: engine.args.max_model_len (also `32k`, as vLLM reads it), else the model's."""
-    own = model.max_position or DEFAULT_CONTEXT
+    """Tokens of the longest sequence: engine.args.max_model_len, else the model's."""
+    return written_context(spec) or model.max_position or DEFAULT_CONTEXT
+
+
+def written_context(spec: ClusterSpec) -> int:
+    """What engine.args.max_model_len says (also `32k`, as vLLM reads it); 0 where it leaves that to the model."""
     match = _TOKENS.fullmatch(str(engine_arg(spec, "max_model_len")))
-    return own if match is None else int(float(match[1]) * _UNITS[match[2]]) or own
+    return 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
 
 
 def argument_errors(spec: ClusterSpec) -> list[CpuppError]:

@@ -8,12 +8,13 @@ differ by host, and gloo crashes on the `^lo` syntax (aws-do-eks #50).
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cpupp.errors import CpuppError
 from cpupp.plan.cluster import ClusterSpec, HostSpec
-from cpupp.plan.facts import HostFacts, InterfaceFacts
+from cpupp.plan.facts import HostFacts, InterfaceFacts, PortFacts
 
 _CONTAINER_BRIDGES = ("docker", "br-", "virbr", "cni", "podman", "lxcbr", "lxdbr")
 
@@ -195,3 +196,11 @@ def _is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def how_to_free(host: str, port: PortFacts) -> str:
+    """What to do about the holder of a taken port: stop the run that it belongs to, else end the process."""
+    found = re.match(r"pid (\d+)(?:.* of cpupp's run (\S+)$)?", port.holder)
+    if found is None:
+        return "stop that process"
+    return f"cpupp stop {found[2]}" if found[2] else f"on {host}: kill {found[1]}"

@@ -13,6 +13,7 @@ from cpupp.plan.cluster import ClusterSpec, HostSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.grid import Grid
 from cpupp.plan.model import ModelFacts
+from cpupp.plan.network import how_to_free
 from cpupp.plan.shm_room import ShmRoom
 from cpupp.plan.versions import too_old
 
@@ -85,14 +86,13 @@ def port_errors(spec: ClusterSpec, facts: Mapping[str, HostFacts]) -> list[Cpupp
     for port in fact.ports if fact else ():
         key = "serve.port" if port.port == spec.serve.port else "network.master_port"
         if not port.free:
-            process = re.match(r"pid (\d+)", port.holder)
-            holder = f" by {port.holder}" if process else f" ({port.holder})" if port.holder else ""
-            end = f"on {head}: kill {process[1]}" if process else "stop that process"
+            known = port.holder.startswith("pid ")
+            holder = f" by {port.holder}" if known else f" ({port.holder})" if port.holder else ""
             errors.append(
                 CpuppError(
                     "NET-PORT-TAKEN",
                     f"host {head}: {key} {port.port} is taken{holder}",
-                    hint=f"{end}, or choose another {key}",
+                    hint=f"{how_to_free(head, port)}, or choose another {key}",
                 )
             )
     return errors

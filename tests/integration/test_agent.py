@@ -366,3 +366,20 @@ def test_another_process_on_our_port_is_named() -> None:
             other.communicate()
         assert agent_net.stranger(port, [os.getpid()]) == ""
     assert agent_net.stranger(port, []) == ""
+
+
+def test_a_port_that_a_rank_has_is_told_with_its_run(bench: Bench) -> None:
+    site = bench.prepare("brave-owl")
+    bench.start(
+        """
+        import socket
+        server = socket.create_server(("127.0.0.1", 0))
+        os.write(1, f"port={server.getsockname()[1]}\\n".encode())
+        time.sleep(600)
+        """,
+        site_env={"PYTHONPATH": str(site)},
+    )
+    port = bench.pid_of("port")
+    (found,) = agent_net.check_ports([port])
+    assert not found["free"]
+    assert found["holder"].endswith(" of cpupp's run brave-owl")

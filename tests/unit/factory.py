@@ -105,6 +105,8 @@ def engine(**changes: Any) -> EngineFacts:
         "torch": "2.13.0",
         "tcmalloc": "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
         "iomp": "/home/me/venv/lib/libiomp5.so",
+        "compiler": "/usr/bin/g++",
+        "python_h": "/usr/include/python3.11/Python.h",
         "error": "",
     }
     return EngineFacts(**{**fields, **changes})

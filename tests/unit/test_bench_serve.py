@@ -23,6 +23,7 @@ from cpupp.plan.bench_serve import (
     ServeOrder,
     Start,
     Turn,
+    check_lengths,
     load_request,
     ratios,
     read_turn,
@@ -52,6 +53,16 @@ ORDER = ServeOrder(
     timeout_s=60.0,
 )
 API = Api(head="a", url="http://127.0.0.1:8000", served_name="m", python="python3", model="/m", key="k", vocabulary=999)
+
+
+def test_requests_that_no_context_holds_are_refused_before_anything_starts() -> None:
+    for length in (80, "80", "1k", None):
+        check_lengths(cluster("a", engine={"args": {} if length is None else {"max_model_len": length}}), ORDER)
+    with pytest.raises(CpuppError, match="64 and 16 tokens are more than engine") as caught:
+        check_lengths(cluster("a", engine={"args": {"max_model_len": 79}}), ORDER)
+    assert caught.value.code == "BENCH-TOO-LONG"
+
+
 PLAIN: dict[str, Any] = {
     "seconds": 4.0,
     "rows": [[0.5, 1.5, 3.0, 64, 16], [0.0, 1.0, 2.5, 64, 16], [2.5, 2.6, 4.1, 64, 16]],

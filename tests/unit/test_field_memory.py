@@ -33,6 +33,14 @@ def test_a_library_that_one_host_lacks_is_found_there_and_preloaded_elsewhere(mi
     assert not any(missing in path for path in second)
 
 
+def test_a_host_that_cannot_compile_is_told_before_the_weights_are_loaded() -> None:
+    facts = {"a": host("a", 1), "b": host("b", 2, engine=engine(compiler="", python_h=""))}
+    text = "host b: no g++ and no Python.h: vLLM cannot compile the model there"
+    compiled = make_plan(cluster("a", "b", pipeline=2), facts)
+    eager = make_plan(cluster("a", "b", pipeline=2, engine={"args": {"enforce_eager": True}}), facts)
+    assert [any(text in warning for warning in plan.warnings) for plan in (compiled, eager)] == [True, False]
+
+
 def test_a_preload_path_of_one_machine_is_not_used_on_another() -> None:
     """gpustack #5660: every host preloads what was found on it."""
     other = engine(tcmalloc="/opt/lib/libtcmalloc.so.4", iomp="/opt/venv/lib/libiomp5.so")

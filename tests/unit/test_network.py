@@ -124,6 +124,10 @@ def test_a_taken_port_names_its_holder() -> None:  # vllm #39015
         make_plan(cluster("a"), facts)
     assert str(caught.value) == "host a: serve.port 8000 is taken by pid 12 (nginx)"
     assert caught.value.hint == "on a: kill 12, or choose another serve.port"
+    facts = {"a": host("a", ports=(port(8000, holder="pid 12 (python3) of cpupp's run brave-owl"),))}
+    with pytest.raises(CpuppError) as caught:
+        make_plan(cluster("a"), facts)
+    assert caught.value.hint == "cpupp stop brave-owl, or choose another serve.port"
 
 
 def test_an_address_to_serve_on_that_the_head_does_not_have() -> None:

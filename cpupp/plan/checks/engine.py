@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from cpupp.plan.asking import GANG_FLAGS, written
-from cpupp.plan.checks.wording import table, there
+from cpupp.plan.checks.wording import sudo, table, there
 from cpupp.plan.cluster import ClusterSpec
 from cpupp.plan.facts import HostFacts
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
+from cpupp.plan.tiles import has_tiles
 from cpupp.plan.versions import NEWEST_TESTED, known_faults, too_old, version_warning
+from cpupp.plan.weights import engine_arg, is_compiled
 
 
 @check(
@@ -156,7 +158,7 @@ def engine_faults(case: Case) -> Iterator[Finding]:
 
 def _meets(spec: ClusterSpec, code: str) -> bool:
     if code == "VLLM-EAGER":
-        return any(name.replace("-", "_") == "enforce_eager" and value for name, value in spec.engine.args.items())
+        return bool(engine_arg(spec, "enforce_eager"))
     if code == "VLLM-EQUAL-PORT":
         ports = [written(spec, host.name).get("VLLM_PORT") for host in spec.hosts]
         return len(ports) > 1 and None not in ports and len(set(ports)) == 1
@@ -188,6 +190,36 @@ def engine_flags(case: Case) -> Iterator[Finding]:
             yield error(name, f"vLLM does not know {flags}", evidence=evidence, cause=cause, fix=fix)
         else:
             yield ok(name, f"vLLM {version} knows all flags", "asked from its parser")
+
+
+@check(
+    "ENGINE-COMPILER",
+    "torch.compile finds a C++ compiler and Python.h",
+    severities="error info",
+    why="a compiled model needs both, and vLLM ends without them once all weights are loaded",
+    fix="install g++ and the headers of that Python, or set `enforce_eager: true` under `engine.args`",
+)
+def engine_compiler(case: Case) -> Iterator[Finding]:
+    """torch's InvalidCxxCompiler. The compiler is CXX or g++; a CXX that the file sets is not looked at."""
+    for name, fact in case.facts.items():
+        if fact.engine.error or (case.spec and "CXX" in written(case.spec, name)):
+            continue
+        if fact.engine.compiler and fact.engine.python_h:
+            yield ok(name, "a compiler and Python.h are there", f"{fact.engine.compiler} {fact.engine.python_h}")
+            continue
+        if fact.engine.compiler:
+            what, evidence = "Python.h", f"not in the include folder of {fact.engine.python}"
+            package = f"python{'.'.join(fact.engine.python_version.split('.')[:2])}-dev"
+        else:
+            what, evidence, package = "C++ compiler", "neither $CXX nor g++ is on its PATH", "g++"
+        fix = there(name, f"{sudo(fact)}apt-get install {package}")
+        if case.spec is None or is_compiled(case.spec):
+            cause = "torch.compile makes C++: vLLM ends after it has loaded the weights"
+            fix = f"{fix}; or set engine.args.enforce_eager: true"
+            yield error(name, f"no {what} found", evidence=evidence, cause=cause, fix=fix)
+        elif not fact.engine.compiler and case.spec.engine.tiled_weights == "auto" and has_tiles(fact):
+            cause = "linear layers stay vLLM's own, without AMX tiles"
+            yield info(name, "no C++ compiler found", evidence, cause=cause, fix=fix)
 
 
 @check(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cpupp.errors import CpuppError
 from cpupp.plan.checks.wording import from_error, table
 from cpupp.plan.findings import Case, Finding, check, error, info, ok, warning
-from cpupp.plan.network import Endpoint, address_errors, data_plane, is_container_bridge, is_loopback
+from cpupp.plan.network import Endpoint, address_errors, data_plane, how_to_free, is_container_bridge, is_loopback
 from cpupp.plan.pairs import network_of
 
 
@@ -28,7 +28,7 @@ def port(case: Case) -> Iterator[Finding]:
         if found.free:
             yield ok(head.name if head else "", f"{key} {found.port} is free")
         else:
-            fix = f"stop that process, or choose another {key}"
+            fix = f"{how_to_free(case.spec.hosts[0].name, found)}, or choose another {key}"
             evidence = found.holder or "in use"
             cause = "vLLM would fail after it has loaded the model"
             yield error(
