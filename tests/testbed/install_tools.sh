@@ -20,6 +20,7 @@ need openssh-client ssh ssh-keygen
 need iproute2 ip tc ss
 need nftables nft
 need util-linux unshare nsenter taskset
+need g++ g++ # of torch.compile and of tiles
 need zsh zsh
 need fish fish
 need tcsh tcsh csh
