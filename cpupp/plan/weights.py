@@ -6,7 +6,7 @@ Sizes are those of the stored tensors, divided as vLLM's layers are over a tenso
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -110,9 +110,11 @@ def engine_arg(spec: ClusterSpec, name: str) -> object:
 
 def is_compiled(spec: ClusterSpec) -> bool:
     """Whether vLLM compiles the model by torch.compile, which needs a C++ compiler on the host."""
-    eager = engine_arg(spec, "enforce_eager")
-    levels = (engine_arg(spec, name) for name in ("O", "optimization_level"))
-    return not (eager and str(eager).lower() != "false") and not any(str(level) == "0" for level in levels)
+    eager, config = engine_arg(spec, "enforce_eager"), engine_arg(spec, "compilation_config")
+    levels = [engine_arg(spec, name) for name in ("O", "optimization_level")]
+    if isinstance(config, Mapping) and "mode" in config:
+        levels.append(config["mode"] or 0)
+    return not (eager and str(eager).lower() != "false") and not any(str(n) in ("0", "NONE") for n in levels)
 
 
 def running_bytes(spec: ClusterSpec, model: ModelFacts) -> int:

@@ -126,7 +126,9 @@ def test_an_eager_model_needs_no_compiler_but_for_tiles() -> None:
     assert compiler_findings({"enforce-eager": True}, amx) == [("ok", "a"), ("info", "b")]
     assert compiler_findings({"enforce_eager": True}, amx, tiled_weights="off") == [("ok", "a")]
     assert compiler_findings({"enforce_eager": False}) == [("ok", "a"), ("error", "b")]
-    assert compiler_findings({"O": 0}) == [("ok", "a")]
+    for args in ({"O": 0}, {"optimization_level": "0"}, {"compilation_config": {"mode": 0}}):
+        assert compiler_findings(args) == [("ok", "a")]
+    assert compiler_findings({"compilation_config": {"mode": 2}}) == [("ok", "a"), ("error", "b")]
 
 
 def test_a_compiler_of_the_file_is_not_looked_for() -> None:
